@@ -97,19 +97,24 @@ class Peers(WithGroup):
         """Start an `all_to_all`; its result is flat, rank after rank."""
         if self.ranks == 1:
             return Pending(self, flat)
-        received = torch.empty(self.ranks * sizes[self.rank], dtype=flat.dtype, device=flat.device)
-        counts = [n * flat.element_size() for n in sizes]
-        own = [counts[self.rank]] * self.ranks
-        what = f"all-to-all of {what}"
-        work = self.run(lambda: dist.all_to_all_single(as_bytes(received), as_bytes(flat), own, counts, self.group, async_op), what)
+        counts, what = [n * flat.element_size() for n in sizes], f"all-to-all of {what}"
         self.sent.add(kind, label, all_to_all_sent(counts, self.rank))
+        if (pending := self._copied(flat, counts, what, gathers=False) if async_op else None) is not None:
+            return pending
+        received = torch.empty(self.ranks * sizes[self.rank], dtype=flat.dtype, device=flat.device)
+        own = [counts[self.rank]] * self.ranks
+        work = self.run(lambda: dist.all_to_all_single(as_bytes(received), as_bytes(flat), own, counts, self.group, async_op), what)
         return Pending(self, received, work, what)
+
+    def _copied(self, x: torch.Tensor, counts: Sequence[int], what: str, *, gathers: bool) -> "Pending | None":
+        """Start an all-gather or an all-to-all of `counts[r]` bytes from or to rank r by copies; None if this is done by the backend."""
+        return None
 
     def all_gather(
         self, own: torch.Tensor, sizes: Sequence[int], what: str, kind: str = "weight", label: str = "all-gather"
     ) -> torch.Tensor:
         """All-gather every rank's slice (`sizes[r]` elements from rank r) into a flat buffer."""
-        return self.start_all_gather(own, sizes, what, kind, label, async_op=False).wait()
+        return self.start_all_gather(own, sizes, what, kind, label, async_op=self.copies).keep()
 
     def start_all_gather(
         self,
@@ -123,9 +128,12 @@ class Peers(WithGroup):
         """Start an `all_gather`."""
         if self.ranks == 1:
             return Pending(self, own)
+        counts, what = [n * own.element_size() for n in sizes], f"all-gather of {what}"
+        self.sent.add(kind, label, all_gather_sent(own.nbytes, self.ranks))
+        if (pending := self._copied(own, counts, what, gathers=True) if async_op else None) is not None:
+            return pending
         flat = torch.empty(sum(sizes), dtype=own.dtype, device=own.device)
         whole, own_bytes = as_bytes(flat), as_bytes(own)
-        counts = [n * own.element_size() for n in sizes]
 
         def run() -> dist.Work | None:
             if not self.nccl:
@@ -135,10 +143,7 @@ class Peers(WithGroup):
             # Point to point, so that no slice is padded to the largest.
             return dist.all_to_all(list(whole.split(counts)), [own_bytes] * self.ranks, self.group, async_op)
 
-        what = f"all-gather of {what}"
-        work = self.run(run, what)
-        self.sent.add(kind, label, all_gather_sent(own.nbytes, self.ranks))
-        return Pending(self, flat, work, what)
+        return Pending(self, flat, self.run(run, what), what)
 
     def start_ring(self, own: torch.Tensor, what: str, kind: str, label: str, async_op: bool = True) -> "Pending":
         """Start to send `own`, the same size on every rank, to the next rank; its result, in the same shape, is the previous rank's. The

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from msamp.comm.bucket import as_bytes
 from msamp.comm.collectives import Peers, Pending
-from msamp.comm.counters import WireBytes, all_gather_sent, all_to_all_sent
+from msamp.comm.counters import WireBytes
 from msamp.kernels.cuda_graph import capturing, unregistrable
 
 GATHER_WINDOWS = 3  # in backward, two gathers are pending while a GEMM still reads the one before
@@ -248,53 +248,20 @@ class CopyPeers(Peers):
         self._turn: dict[tuple[str, int], int] = {}
         self._stream = torch.cuda.Stream(priority=-1)  # with priority over GEMMs, which wait for its copies
 
-    def all_to_all(self, flat: torch.Tensor, sizes: Sequence[int], what: str, kind: str = "weight") -> torch.Tensor:
-        pending = super().start_all_to_all(flat, sizes, what, kind, async_op=False)
-        return pending.wait().view(self.ranks, sizes[self.rank])
-
-    def all_gather(
-        self, own: torch.Tensor, sizes: Sequence[int], what: str, kind: str = "weight", label: str = "all-gather"
-    ) -> torch.Tensor:
-        return self.start_all_gather(own, sizes, what, kind, label).keep()
-
-    def start_all_to_all(
-        self,
-        flat: torch.Tensor,
-        sizes: Sequence[int],
-        what: str,
-        kind: str = "weight",
-        label: str = "all-to-all",
-        async_op: bool = True,
-    ) -> Pending:
-        if len(set(sizes)) > 1:
-            return super().start_all_to_all(flat, sizes, what, kind, label, async_op)
-        size = sizes[0] * flat.element_size()
-        window, payload = self._window("sum", size * self.ranks, SUM_WINDOWS), as_bytes(flat)
-        pending = self._copy(window, [(peer, payload[peer * size : (peer + 1) * size]) for peer in self._others()], size, flat, what)
-        pending.lacks_own = True
-        self.sent.add(kind, label, all_to_all_sent([size] * self.ranks, self.rank))
+    def _copied(self, x: torch.Tensor, counts: Sequence[int], what: str, *, gathers: bool) -> Pending | None:
+        if len(set(counts)) > 1:
+            return None
+        size, codes = counts[0], as_bytes(x)
+        # Starting with the next rank, so that no two ranks write to the same peer at the same time.
+        others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
+        if gathers:
+            window, parts = self._window("gather", size * self.ranks, GATHER_WINDOWS), [(peer, codes) for peer in (*others, self.rank)]
+        else:
+            slices = codes.split(size)
+            window, parts = self._window("sum", size * self.ranks, SUM_WINDOWS), [(peer, slices[peer]) for peer in others]
+        pending = self._copy(window, parts, size, x, what)
+        pending.lacks_own = not gathers
         return pending
-
-    def start_all_gather(
-        self,
-        own: torch.Tensor,
-        sizes: Sequence[int],
-        what: str,
-        kind: str = "weight",
-        label: str = "all-gather",
-        async_op: bool = True,
-    ) -> Pending:
-        if len(set(sizes)) > 1:
-            return super().start_all_gather(own, sizes, what, kind, label, async_op)
-        size = own.nbytes
-        window = self._window("gather", size * self.ranks, GATHER_WINDOWS)
-        pending = self._copy(window, [(peer, as_bytes(own)) for peer in (*self._others(), self.rank)], size, own, what)
-        self.sent.add(kind, label, all_gather_sent(size, self.ranks))
-        return pending
-
-    def _others(self) -> list[int]:
-        """Return the other ranks, starting with the next one, so that no two ranks write to the same peer at the same time."""
-        return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
 
     def _window(self, role: str, size: int, count: int) -> Window:
         key = role, size

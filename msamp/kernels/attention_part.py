@@ -5,9 +5,6 @@ backwards read it. cuDNN is the faster of the two on Hopper (`tools/bench/LOG.md
 a matrix of all scores.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -15,6 +12,7 @@ from msamp.kernels.reference import attention_part as twin
 from msamp.kernels.reference.attention_part import check_parts
 
 CUDNN, FLASH, MATH = "cudnn", "flash", "math"
+aten = torch.ops.aten
 
 
 def choose(backend: str, query: Tensor, key: Tensor, *, causal: bool) -> str:
@@ -47,37 +45,34 @@ def choose(backend: str, query: Tensor, key: Tensor, *, causal: bool) -> str:
     return next((name for name, usable in possible.items() if usable), MATH)
 
 
-def attention_part(
-    query: Tensor, key: Tensor, value: Tensor, softmax_scale: float, *, causal: bool, kernel: str = MATH
-) -> tuple[Tensor, Tensor]:
+def attention_part(query, key, value, softmax_scale, *, causal, kernel=MATH):
     """See `msamp.kernels.reference.attention_part`, which is `MATH`; `kernel` is the result of `choose`."""
     if kernel == MATH:
         return twin.attention_part(query, key, value, softmax_scale, causal=causal)
     check_parts(query, key, value, causal=causal)
     parts = tuple(map(_by_head, (query, key, value)))
-    o, lse = _FORWARD[kernel](*parts, softmax_scale, causal)
+    if kernel == CUDNN:
+        o, lse, *_ = aten._scaled_dot_product_cudnn_attention(*parts, None, True, 0.0, causal, False, scale=softmax_scale)
+    else:
+        o, lse, *_ = aten._scaled_dot_product_flash_attention(*parts, 0.0, causal, False, scale=softmax_scale)
     return _by_token(o), lse.view(lse.shape[:3])
 
 
-def attention_part_backward(
-    grad_o: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    *,
-    causal: bool,
-    kernel: str = MATH,
-) -> tuple[Tensor, Tensor, Tensor]:
+def attention_part_backward(grad_o, query, key, value, o, lse, softmax_scale, *, causal, kernel=MATH):
     """See `msamp.kernels.reference.attention_part`, which is `MATH`; `kernel` is the result of `choose`."""
     if kernel == MATH:
         return twin.attention_part_backward(grad_o, query, key, value, o, lse, softmax_scale, causal=causal)
     check_parts(query, key, value, causal=causal)
-    parts = tuple(map(_by_head, (grad_o, query, key, value, o)))
-    dq, dk, dv = _BACKWARD[kernel](parts, lse.contiguous(), softmax_scale, causal)
-    return _by_token(dq), _by_token(dk), _by_token(dv)
+    parts, lse = [_by_head(x) for x in (grad_o, query, key, value, o)], lse.contiguous()
+    seed = lse.new_zeros(2, dtype=torch.int64)  # of dropout, which both require and do not read without dropout
+    lengths = query.shape[0], key.shape[0]
+    if kernel == CUDNN:
+        backward = aten._scaled_dot_product_cudnn_attention_backward
+        others = [lse[..., None], seed, seed, None, None, None, *lengths, 0.0, causal]
+    else:
+        backward = aten._scaled_dot_product_flash_attention_backward
+        others = [lse, None, None, *lengths, 0.0, causal, seed, seed]
+    return tuple(map(_by_token, backward(*parts, *others, scale=softmax_scale)))
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -87,34 +82,3 @@ def _by_head(x: Tensor) -> Tensor:
 
 def _by_token(x: Tensor) -> Tensor:
     return x.permute(2, 0, 1, 3)
-
-
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
-    return o, lse
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-    return o, lse
-
-
-def _cudnn_backward(parts: Sequence[Tensor], lse: Tensor, scale: float, causal: bool) -> Any:
-    seed, lengths = _seed(lse), (parts[1].shape[2], parts[2].shape[2])
-    run = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-    return run(*parts, lse[..., None], seed, seed, None, None, None, *lengths, 0.0, causal, scale=scale)
-
-
-def _flash_backward(parts: Sequence[Tensor], lse: Tensor, scale: float, causal: bool) -> Any:
-    seed, lengths = _seed(lse), (parts[1].shape[2], parts[2].shape[2])
-    run = torch.ops.aten._scaled_dot_product_flash_attention_backward
-    return run(*parts, lse, None, None, *lengths, 0.0, causal, seed, seed, scale=scale)
-
-
-def _seed(like: Tensor) -> Tensor:
-    """Return the random state of dropout that both backwards require, and that they do not read without dropout."""
-    return like.new_zeros(2, dtype=torch.int64)
-
-
-_FORWARD: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {CUDNN: _cudnn, FLASH: _flash}
-_BACKWARD: dict[str, Callable[..., Any]] = {CUDNN: _cudnn_backward, FLASH: _flash_backward}

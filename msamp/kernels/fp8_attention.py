@@ -16,7 +16,7 @@ import torch
 
 from msamp.kernels import scalar_pool
 from msamp.kernels.reference import fp8_attention as twin
-from msamp.kernels.reference.fp8_attention import SOFTMAX_SCALE, AttentionScales, check_heads
+from msamp.kernels.reference.fp8_attention import SOFTMAX_SCALE, check_heads
 
 PACKAGE = "cudnn"
 INSTALL = "pip install -e '.[cudnn]'"
@@ -124,16 +124,7 @@ def prepare(
         (_backward_graph if gradients else _forward_graph)(shape)
 
 
-def attention_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale_invs: torch.Tensor,
-    o_scale: torch.Tensor,
-    softmax_scale: float,
-    *,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attention_forward(query, key, value, scale_invs, o_scale, softmax_scale, *, causal):
     """See `msamp.kernels.reference.fp8_attention`, which runs on a CPU. Also raise a ValueError if cuDNN has no kernel for the shape."""
     if not query.is_cuda:
         return twin.attention_forward(query, key, value, scale_invs, o_scale, softmax_scale, causal=causal)
@@ -149,18 +140,7 @@ def attention_forward(
     return o, stats, amaxes[1]
 
 
-def attention_backward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    o: torch.Tensor,
-    grad_o: torch.Tensor,
-    stats: torch.Tensor,
-    scales: AttentionScales,
-    softmax_scale: float,
-    *,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def attention_backward(query, key, value, o, grad_o, stats, scales, softmax_scale, *, causal):
     """See `msamp.kernels.reference.fp8_attention`, which runs on a CPU. Also raise a ValueError if cuDNN has no kernel for the shape."""
     if not query.is_cuda:
         return twin.attention_backward(query, key, value, o, grad_o, stats, scales, softmax_scale, causal=causal)

@@ -180,11 +180,11 @@ class _Ring(torch.autograd.Function):
         merged: Merged | None = None
         for step in ring.steps(query.shape[0]):
             k, v = travelling.next()
-            part = attention_part(query[step.queries], k[step.keys], v[step.keys], ring.softmax_scale, causal=step.causal, kernel=kernel)
+            o, lse = attention_part(query[step.queries], k[step.keys], v[step.keys], ring.softmax_scale, causal=step.causal, kernel=kernel)
             if merged is None:
-                merged = Merged(*part, ring.accumulator(query))
+                merged = Merged(o, lse, ring.accumulator(query))
             else:
-                merged.add(*part, step.queries)
+                merged.add(o, lse, step.queries)
         assert merged is not None
         o = merged.o.to(query.dtype).contiguous()
         ctx.save_for_backward(query, key, value, o, merged.lse)

@@ -1,14 +1,17 @@
-"""SGD and Muon: at most one state, the momentum, computed with torch operations one tensor at a time."""
+"""SGD with momentum [Sutskever et al. 2013], and Muon, which orthogonalizes a matrix's momentum [Jordan et al. 2024].
+
+Both have at most one state, the momentum, and compute in FP32 with torch operations in torch.optim's order, so that FP32 states are equal
+bit for bit. Hyperparameters are Python floats, or on a GPU FP64 0-dim tensors, so that the host never waits.
+"""
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from msamp.kernels.reference.adamw import GRAD
-from msamp.kernels.reference.momentum import ADJUSTMENTS, COEFFICIENTS, Number, heavy_ball_, muon_
 from msamp.kernels.reference.store import load, store_
 from msamp.kernels.tables import Tables
 from msamp.numerics.stochastic_rounding import Thresholds
@@ -17,6 +20,60 @@ from msamp.optim.states import local, payload, scale_inv
 from msamp.optim.updates.update import Formats, State, StepInputs, Update, UpdateBatch, check_range
 
 MOMENTUM = State("momentum_buffer", "m", "m")  # the key is torch's
+Number = float | torch.Tensor
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial, steep at 0 for small singular values [Jordan et al. 2024]
+
+
+class Tensors(NamedTuple):
+    """One parameter in an update.
+
+    Attributes:
+        p, g: FP32, master and gradient, of one shape; `g` is only read.
+        buffer: the momentum, FP32; None for an update without a state.
+        first: bool 0-dim, whether this is the parameter's first step.
+    """
+
+    p: torch.Tensor
+    g: torch.Tensor
+    buffer: torch.Tensor | None
+    first: torch.Tensor
+
+
+def _original(rows: int, columns: int) -> float:
+    """Set the spectral norm of a step from the matrix's shape [Jordan et al. 2024]."""
+    return math.sqrt(max(1.0, rows / columns))
+
+
+# Factor of Muon's learning rate by `adjust_lr_fn`, with the names of torch.optim.Muon. The last gives a step the root mean square 0.2 of
+# AdamW's steps, for any shape [Liu et al. 2025, equation 4].
+ADJUSTMENTS: dict[str | None, Callable[[int, int], float]] = {
+    None: _original,
+    "original": _original,
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+
+
+def orthogonal(x: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float) -> torch.Tensor:
+    """Return U S' V^T for x = U S V^T, BF16 [rows, columns], with singular values S' between about 0.7 and 1.2. It takes Newton-Schulz
+    steps a X + (b A + c A^2) X, A = X X^T, starting at x divided by its Frobenius norm, or by `eps` if that is larger."""
+    a, b, c = coefficients
+    wide = x.shape[0] <= x.shape[1]
+    y = (x if wide else x.T).bfloat16()
+    y = y / y.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = y @ y.T
+        y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    return y if wide else y.T
+
+
+def add_(x: torch.Tensor, y: torch.Tensor, factor: Number) -> torch.Tensor:
+    """Add factor * y to x in place."""
+    return x.addcmul_(y.to(x.dtype), factor.to(x.dtype)) if isinstance(factor, torch.Tensor) else x.add_(y, alpha=factor)
+
+
+def _weight(x: Number) -> Number:
+    """Return `x` in the type that lerp requires with FP32 tensors."""
+    return x.float() if isinstance(x, torch.Tensor) else x
 
 
 class _Momentum(Update):
@@ -54,8 +111,10 @@ class _Momentum(Update):
         """Load, update and store one parameter."""
         buffers, masters = (x[i : i + 1] for x in (batch.states.get(MOMENTUM.key, []), batch.masters))
         (p,), buffer = load(masters), load(buffers)
-        no_gradient = [self.no_gradient(p, g, batch)] if buffer else None
-        self.change_(p, g, buffer[0] if buffer else None, batch, batch.steps[i] == 0, numbers)
+        # Elements whose momentum gets no gradient or decay: its stored value must decrease.
+        decays = batch.group["weight_decay"] and not batch.group["decoupled"]
+        no_gradient = [(g == 0) & (p == 0) if decays else g == 0] if buffer else None
+        self.change_(Tensors(p, g, buffer[0] if buffer else None, batch.steps[i] == 0), numbers, batch.group)
         step = batch.steps[i] + 1 if batch.steps[i].is_cuda else int(batch.steps[i]) + 1
         drawn = [Thresholds(batch.keys[i], batch.offsets[i], step)]
         if buffer:
@@ -63,12 +122,6 @@ class _Momentum(Update):
         store_(masters, [p], bounds[1], drawn if batch.rounding.masters else None, "master")
         if batch.weights:
             store_(batch.weights[i : i + 1], load(masters), bounds[1])
-
-    @staticmethod
-    def no_gradient(p: torch.Tensor, g: torch.Tensor, batch: UpdateBatch) -> torch.Tensor:
-        """Return a bool mask of the elements whose momentum gets no gradient or decay, so that its stored value must decrease."""
-        decays = batch.group["weight_decay"] and not batch.group["decoupled"]
-        return (g == 0) & (p == 0) if decays else g == 0
 
     @abstractmethod
     def bounds(self, numbers: Sequence[Number], amaxes: torch.Tensor, g_amax: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
@@ -82,16 +135,14 @@ class _Momentum(Update):
         """
 
     @abstractmethod
-    def change_(
-        self,
-        p: torch.Tensor,
-        g: torch.Tensor,
-        buffer: torch.Tensor | None,
-        batch: UpdateBatch,
-        first: torch.Tensor,
-        numbers: Sequence[Number],
-    ) -> None:
-        """Update master and momentum in FP32, in place; `g` is only read."""
+    def change_(self, tensors: Tensors, numbers: Sequence[Number], group: Mapping[str, Any]) -> None:
+        """Update master and momentum in FP32, in place.
+
+        Args:
+            tensors: of one parameter.
+            numbers: the group's hyperparameters.
+            group: its options.
+        """
 
 
 class SGD(_Momentum):
@@ -122,20 +173,21 @@ class SGD(_Momentum):
         share = torch.as_tensor(1 - dampening, device=first.device).abs()
         return momentum * amaxes[1] + torch.where(first, torch.ones_like(share), share).float() * g_amax
 
-    def change_(
-        self,
-        p: torch.Tensor,
-        g: torch.Tensor,
-        buffer: torch.Tensor | None,
-        batch: UpdateBatch,
-        first: torch.Tensor,
-        numbers: Sequence[Number],
-    ) -> None:
-        lr, weight_decay, momentum, dampening = numbers
-        group = batch.group
-        decay, dampened = weight_decay if group["weight_decay"] else None, first if group["dampening"] else None
-        flags = {name: bool(group[name]) for name in ("nesterov", "decoupled")}
-        heavy_ball_(p, g, buffer, lr, momentum, dampening, decay, dampened, **flags)
+    def change_(self, tensors: Tensors, numbers: Sequence[Number], group: Mapping[str, Any]) -> None:
+        """buffer = momentum buffer + (1 - dampening) g, p = p - lr buffer; the first step is not dampened. Without a buffer the step is g,
+        with `nesterov` it is g + momentum buffer."""
+        (p, g, buffer, first), (lr, weight_decay, momentum, dampening) = tensors, numbers
+        if group["weight_decay"] and group["decoupled"]:
+            p.mul_(1 - lr * weight_decay)
+        elif group["weight_decay"]:
+            g = add_(g.clone(), p, weight_decay)
+        step = g
+        if buffer is not None:
+            kept = torch.where(first, 0.0, buffer * momentum) if group["dampening"] else buffer.mul_(momentum)
+            kept = add_(kept, g, 1 - dampening)
+            buffer.copy_(torch.where(first, g, kept) if group["dampening"] else kept)
+            step = add_(g.clone(), buffer, momentum) if group["nesterov"] else buffer
+        add_(p, step, -lr)
 
 
 class Muon(_Momentum):
@@ -186,19 +238,17 @@ class Muon(_Momentum):
         momentum = numbers[2]
         return momentum * amaxes[1] + (1 - momentum) * g_amax
 
-    def change_(
-        self,
-        p: torch.Tensor,
-        g: torch.Tensor,
-        buffer: torch.Tensor | None,
-        batch: UpdateBatch,
-        first: torch.Tensor,
-        numbers: Sequence[Number],
-    ) -> None:
+    def change_(self, tensors: Tensors, numbers: Sequence[Number], group: Mapping[str, Any]) -> None:
+        """buffer = momentum buffer + (1 - momentum) g, p = (1 - lr weight_decay) p - lr' orthogonal(buffer); with `nesterov` the
+        orthogonalized matrix is momentum buffer + (1 - momentum) g."""
+        (p, g, buffer, _), (lr, weight_decay, momentum, _) = tensors, numbers
         assert buffer is not None
-        lr, weight_decay, momentum, _ = numbers
-        options = {name: batch.group[name] for name in self.options() if name != "momentum"}
-        muon_(p, g, buffer, lr, momentum, weight_decay if batch.group["weight_decay"] else None, **options)
+        buffer.lerp_(g, _weight(1 - momentum))
+        wanted = g.lerp(buffer, _weight(momentum)) if group["nesterov"] else buffer
+        step = orthogonal(wanted, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        if group["weight_decay"]:
+            p.mul_(1 - lr * weight_decay)
+        add_(p, step, -(lr * ADJUSTMENTS[group["adjust_lr_fn"]](*p.shape)))
 
 
 def _memory(stored: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:

@@ -5,9 +5,11 @@ import torch
 from torch import nn
 
 from helpers.choices import every_pair
-from msamp.kernels.reference.momentum import ADJUSTMENTS, COEFFICIENTS, heavy_ball_, muon_, orthogonal
+from msamp.optim import updates
+from msamp.optim.updates.momentum import ADJUSTMENTS, COEFFICIENTS, Tensors, orthogonal
 
 STEPS = 4
+SGD, MUON = updates.by_name("sgd-momentum"), updates.by_name("muon")
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is of torch 2.9")
 
 
@@ -22,13 +24,13 @@ def test_heavy_ball_is_torch_s_sgd(options, number):
     start, *gradients = drawn((24, 16), STEPS + 1)
     p, q, buffer = start.clone(), nn.Parameter(start.clone()), torch.zeros(24, 16)
     theirs = torch.optim.SGD([q], lr=0.1, momentum=0.9, foreach=False, **options)
-    decay, dampening = options.get("weight_decay"), options.get("dampening", 0.0)
+    decay, dampening = options.get("weight_decay", 0.0), options.get("dampening", 0.0)
     for step, g in enumerate(gradients):
         q.grad = g.clone()
         theirs.step()
-        first = torch.tensor(step == 0) if dampening else None
-        numbers = (number(0.1), number(0.9), number(dampening), None if decay is None else number(decay))
-        heavy_ball_(p, g, buffer, *numbers, first, nesterov=options.get("nesterov", False), decoupled=False)
+        numbers = (number(0.1), number(decay), number(0.9), number(dampening))
+        group = {"weight_decay": decay, "dampening": dampening, "nesterov": options.get("nesterov", False), "decoupled": False}
+        SGD.change_(Tensors(p, g, buffer, torch.tensor(step == 0)), numbers, group)
         if number is float:
             assert p.equal(q)
         else:  # the same numbers, added in FP32 without a fused product
@@ -38,7 +40,8 @@ def test_heavy_ball_is_torch_s_sgd(options, number):
 def test_without_a_buffer_the_step_is_the_gradient_and_decay_may_stand_apart():
     start, g = drawn((8, 8), 2)
     p = start.clone()
-    heavy_ball_(p, g, None, 0.5, 0.0, 0.0, 0.1, None, nesterov=False, decoupled=True)
+    group = {"weight_decay": 0.1, "dampening": 0.0, "nesterov": False, "decoupled": True}
+    SGD.change_(Tensors(p, g, None, torch.tensor(True)), (0.5, 0.1, 0.0, 0.0), group)
     assert p.equal((start * (1 - 0.5 * 0.1)).add_(g, alpha=-0.5))
 
 
@@ -54,9 +57,8 @@ def test_muon_is_torch_s(adjust, shape, number):
     for g in gradients:
         q.grad = g.clone()
         theirs.step()
-        numbers = (number(0.1), number(0.95), number(0.1))
-        options = {"nesterov": True, "ns_coefficients": COEFFICIENTS, "eps": 1e-7, "ns_steps": 5, "adjust_lr_fn": adjust}
-        muon_(p, g, buffer, *numbers, **options)
+        group = MUON.options() | {"weight_decay": 0.1, "adjust_lr_fn": adjust}
+        MUON.change_(Tensors(p, g, buffer, torch.tensor(False)), (number(0.1), number(0.1), number(0.95), 0.0), group)
         assert p.equal(q) if number is float else torch.allclose(p, q, rtol=2**-7, atol=2**-7)
 
 
