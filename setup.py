@@ -53,7 +53,6 @@ setup(
         "megatron.lm.evaluation.tasks": [
             "boolq.yaml",
             "commonsense_qa.yaml",
-            "last_word.yaml",
             "openbookqa.yaml",
             "piqa.yaml",
             "social_iqa.yaml",

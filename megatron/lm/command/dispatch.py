@@ -29,7 +29,6 @@ COMMANDS = {
     "preprocess": Command("megatron.lm.tools.preprocess_data", "tokenize a corpus into megatron-core's datasets"),
     "convert": Command("megatron.lm.tools.convert_checkpoint", "convert checkpoints to and from Hugging Face, Megatron-LM and safetensors"),
     "evaluate": Command("megatron.lm.tools.evaluate", "evaluate models by bits per byte of a text"),
-    "generate": Command("megatron.lm.tools.generate", "print how to generate text with transformers"),
     "report": Command("megatron.lm.tools.report", "write a page about training runs"),
     "compare": Command("megatron.lm.tools.loss_compare", "compare the losses of training runs"),
     "inspect": Command("megatron.lm.tools.inspect_scales", "show what the precision recorder measured"),
@@ -39,6 +38,7 @@ INSTEAD = {  # of commands of earlier versions
     "check-cluster": "`dcgmi diag` and nccl-tests check GPUs and links (docs/guide/clusters.md)",
     "clean-data": "datatrove filters and deduplicates text (docs/guide/data.md)",
     "completion": "`msamp --help` lists the commands",
+    "generate": "`msamp convert to-hf` exports a checkpoint, or says why it has none; then transformers (docs/guide/generation.md)",
     "watch": "give the trainer --tensorboard-dir or --wandb-project",
 }
 

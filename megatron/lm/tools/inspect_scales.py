@@ -5,12 +5,10 @@
 The file is the trainer's `--record-precision`. TensorBoard shows its means and maxima over the steps, `megatron.lm.tools.report` one layer.
 """
 
-import argparse
 import json
-import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +75,7 @@ def read(path: Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             continue  # cut off when the run was killed
         try:
-            steps[_iteration(step)] = dict(step) | {"series": dict(_series(step)), "total": _total_row(step)}
+            steps[step["iteration"]] = _checked(step)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{path}, line {number} is not a recorded step ({error!r}): give {expected}") from None
     if not steps:
@@ -85,41 +83,32 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [steps[iteration] for iteration in sorted(steps)]
 
 
-def _iteration(step: Mapping[str, Any]) -> int:
-    if type(step["iteration"]) is not int or not 0 <= step["iteration"] < 2**63:
-        raise ValueError(f"iteration {step['iteration']!r} is not a count")
-    return step["iteration"]
+def is_number(value: Any) -> bool:
+    """Return whether a value of a JSON file is a finite number, and not a boolean."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _row(columns: Sequence[str], values: Sequence[Any]) -> dict[str, float | None]:
-    """Return {column: value}; ValueError if a value is neither a finite number nor null."""
-    return {column: None if value is None else _finite(value) for column, value in zip(columns, values, strict=True)}
-
-
-def _finite(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is not a finite number")
-    return value
-
-
-def _update(columns: Sequence[str], values: Sequence[Any]) -> dict[str, float | None]:
-    row = _row(columns, values)
+    """Return {column: value}, and for an update the share of it that arrives; ValueError if a value is neither a finite number nor null."""
+    for value in values:
+        if value is not None and not is_number(value):
+            raise ValueError(f"{value!r} is not a finite number")
+    row = dict(zip(columns, values, strict=True))
+    if "descent" not in row:
+        return row
     moved, arrived = row["update_norm"], row["descent"]
     return row | {"arrived": arrived / moved if moved and arrived is not None else None}
 
 
-def _total_row(step: Mapping[str, Any]) -> dict[str, float | None] | None:
-    return None if step.get("total") is None else _update(step["columns"]["updates"], step["total"])
-
-
-def _series(step: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], dict[str, float | None]]]:
-    columns = step["columns"]
-    casts = {(layer, tensor): _row(columns["casts"], values) for layer, rows in step["casts"].items() for tensor, values in rows.items()}
-    yield from casts.items()
-    for name, values in step["updates"].items():
-        yield (name, "update"), _update(columns["updates"], values)
-    for name, mu in step["mu"].items():
-        yield (name, "mu"), _row(("mu",), (mu,))
+def _checked(step: dict[str, Any]) -> dict[str, Any]:
+    """Return a recorded step with `series` and `total`; any of several errors if it is none."""
+    if type(step["iteration"]) is not int or step["iteration"] < 0:
+        raise ValueError(f"iteration {step['iteration']!r} is not a count")
+    casts, updates = step["columns"]["casts"], step["columns"]["updates"]
+    series = {(layer, tensor): _row(casts, values) for layer, rows in step["casts"].items() for tensor, values in rows.items()}
+    series |= {(name, "update"): _row(updates, values) for name, values in step["updates"].items()}
+    series |= {(name, "mu"): _row(("mu",), (mu,)) for name, mu in step["mu"].items()}
+    return step | {"series": series, "total": None if step.get("total") is None else _row(updates, step["total"])}
 
 
 def spoken(layer: str) -> str:
@@ -161,13 +150,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line; for its exit codes see `megatron.lm.shell.exit_codes`."""
     parser = arguments.Parser(description=__doc__)
     parser.add_argument("file", type=arguments.path, help="the file that --record-precision wrote")
-    parser.add_argument("--out", help=argparse.SUPPRESS)
     parser.add_argument("--most", type=arguments.count(1), default=10, help="tensors to report (default: %(default)s)")
     args = parser.parse_args(argv)
-    if args.out is not None:
-        raise ValueError(
-            f"--out {args.out}: plots are no longer drawn here: use the trainer's --tensorboard-dir, or megatron.lm.tools.report"
-        )
     print(*words(read(args.file), args.most), sep="\n")
 
 

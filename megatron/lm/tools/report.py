@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.lm.shell import arguments, exit_codes
 from megatron.lm.shell.files import read_input, written_aside
+from megatron.lm.tools.inspect_scales import is_number
 from megatron.lm.tools.inspect_scales import read as read_steps
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 COLORS = ("#2563eb", "#ea580c", "#059669", "#7c3aed", "#db2777", "#0891b2")
 KINDS = ("train", "valid", "test")
 NUMBERS = ("loss", "tokens", "skipped", "grad_norm", "tokens_per_s", "memory_gib", "ppl", "bits_per_byte")
-LARGEST = 1e300  # of a number in a metrics file: sums of such numbers stay finite
 TENSORS = {"input": COLORS[0], "weight": COLORS[2], "grad_output": COLORS[1]}
 LINE_STYLES = ("solid", "dashed", "dotted", "dashdot")
 WIDTH = 6.0  # inches of a plot: on a phone its letters are then readable
@@ -79,20 +79,17 @@ def read_run(name: str, path: Path, precision: Path | None = None) -> Run:
             line = json.loads(text)
             kind = line["kind"]
             if kind == "precision":
-                precision_line = _judged_bytes(line)
+                if not all(value is None or (is_number(value) and value >= 0) for value in line["bytes_per_parameter"].values()):
+                    raise ValueError(f"bytes_per_parameter {line['bytes_per_parameter']!r} is not a table of numbers")
+                precision_line = line
             elif kind in lines:
                 lines[kind][line["iteration"]] = _judged(line)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number} is not a line of metrics ({error!r}): {text.strip()[:80]}") from error
     if not lines["train"]:
         raise ValueError(f"{path} contains no training line: train for at least one --log-interval")
     by_kind = {kind: sorted(of_kind.values(), key=lambda line: line["iteration"]) for kind, of_kind in lines.items()}
     return Run(name=name, precision=precision_line, steps=read_steps(precision) if precision else [], **by_kind)
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value of a JSON file is a usable number: not a boolean, and not beyond `LARGEST`."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and not LARGEST < abs(value) < math.inf
 
 
 def _judged(line: dict[str, Any]) -> dict[str, Any]:
@@ -105,23 +102,17 @@ def _judged(line: dict[str, Any]) -> dict[str, Any]:
     return line | {"loss": math.nan if line["loss"] is None else float(line["loss"])}
 
 
-def _judged_bytes(line: dict[str, Any]) -> dict[str, Any]:
-    held = line["bytes_per_parameter"]
-    if not isinstance(held, dict) or not all(value is None or (is_number(value) and value >= 0) for value in held.values()):
-        raise ValueError(f"bytes_per_parameter {held!r} is not a table of numbers")
-    return line
-
-
 def read_meta(path: Path) -> dict[str, Any]:
     """Read the meta.json of prepared data; ValueError if it is invalid, or its unigram entropy is not a number above 0."""
+    expected = "the meta.json that megatron.lm.tools.prepare_text writes"
     try:
-        meta = json.loads(read_input(path, "the meta.json that megatron.lm.tools.prepare_text writes"))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): give the meta.json that megatron.lm.tools.prepare_text writes") from None
-    entropy = meta.get("unigram_entropy_nats") if isinstance(meta, dict) else False
-    if entropy is not None and not (is_number(entropy) and 0 < entropy < math.inf):
-        raise ValueError(f"{path} has no unigram_entropy_nats above 0: give the meta.json that megatron.lm.tools.prepare_text writes")
-    return meta  # type: ignore[no-any-return]
+        meta: dict[str, Any] = json.loads(read_input(path, expected))
+        entropy = meta.get("unigram_entropy_nats")
+    except (json.JSONDecodeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is not a JSON object ({error}): give {expected}") from None
+    if entropy is not None and not (is_number(entropy) and entropy > 0):
+        raise ValueError(f"{path} has no unigram_entropy_nats above 0: give {expected}")
+    return meta
 
 
 def relative(base: float, other: float) -> float:

@@ -48,7 +48,7 @@ OTHERS = {
     },
     "llama3.1-8b-rl": {
         "--grpo-group-size 16": RLHF,
-        "--inference-max-seq-length 4096": "this command only trains: export the checkpoint, as `msamp generate` says",
+        "--inference-max-seq-length 4096": "this command only trains: export the checkpoint with `msamp convert to-hf`",
         "--pretrained-checkpoint RUN": "give the checkpoint with --load and --finetune",
         "--rl-use-sequence-packing": RLHF,
     },

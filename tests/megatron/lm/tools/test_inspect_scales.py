@@ -62,7 +62,7 @@ def test_the_last_line_of_an_iteration_counts_and_a_torn_one_does_not(tmp_path):
 @pytest.mark.parametrize(
     ("content", "arguments", "message"),
     [
-        (None, [], "does not exist"),
+        (None, [], "cannot be read"),
         ("", [], "contains no recorded step"),
         ("{}\n", [], "line 1 is not a recorded step"),
         (json.dumps(step(1) | {"casts": [1]}), [], "line 1 is not a recorded step"),
