@@ -8,6 +8,7 @@ from msamp.comm import exchange as exchanges
 from msamp.comm.grad_sync import GradSync
 from msamp.integrations.initialize import initialize
 from msamp.integrations.loop_optimizer import clip_grad_norm_
+from msamp.integrations.ms_amp import warn_of_accelerate
 from msamp.integrations.precision_guard import PrecisionGuard
 from msamp.integrations.saving import exact_state_dict, fp8_state_dict, plain_state_dict, save_plain
 from msamp.nn import filters
@@ -27,6 +28,8 @@ from msamp.optim.lost_updates import lost_updates
 from msamp.optim.optimizer import FP8AdamW, LowPrecisionOptimizer
 from msamp.parallel.data_parallel import grad_sync
 from msamp.parallel.greedy_zero import ZeRO
+
+warn_of_accelerate()
 
 __version__ = "0.1.0"  # setup.py reads it here
 __all__ = [

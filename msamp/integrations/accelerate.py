@@ -11,6 +11,7 @@ clipping.
 """
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -44,6 +45,9 @@ class Accelerator(accelerate.Accelerator):
     """
 
     def __init__(self, *args: Any, recipe: str | Recipe | None = None, **settings: Any) -> None:
+        named = {type(handler).__name__ for handler in settings.get("kwargs_handlers") or ()}
+        backend = "MSAMP" if "MSAMPRecipeKwargs" in named else os.environ.get("ACCELERATE_FP8_BACKEND", "")
+        _check_precision(str(settings.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION")).lower(), backend)
         super().__init__(*args, **settings)
         self.recipe = recipe
         self.check()
@@ -55,9 +59,7 @@ class Accelerator(accelerate.Accelerator):
                 f"accelerate is set to {self.distributed_type.value}, which does not support FP8 weights; choose "
                 f"{DistributedType.MULTI_GPU.value}: msamp averages the gradients itself, and O3 shards the optimizer over the processes"
             )
-        if self.mixed_precision in ("fp8", "fp16"):
-            instead = "the recipe converts the layers to FP8" if self.mixed_precision == "fp8" else "loss scaling is in msamp.amp"
-            raise ValueError(f"mixed_precision is {self.mixed_precision!r}; it must be 'no' or 'bf16': {instead}")
+        _check_precision(self.mixed_precision, getattr(self.fp8_backend, "value", self.fp8_backend))
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Like accelerate's, but first pass one model and one optimizer among `args` to `msamp.initialize`."""
@@ -117,6 +119,18 @@ class Accelerator(accelerate.Accelerator):
             return super().get_state_dict(model, unwrap=unwrap)
         model = self.unwrap_model(model, keep_torch_compile=False)
         return plain_state_dict(model, owners[0]) if unwrap else fp8_state_dict(model)
+
+
+def _check_precision(mixed: str, backend: str) -> None:
+    """Raise a ValueError in our words; accelerate looks for a package of FP8 before it reports anything else."""
+    if backend.upper() == "MSAMP":
+        raise ValueError(
+            "accelerate's fp8_backend MSAMP and its MSAMPRecipeKwargs are for Microsoft's MS-AMP, and this is another package: delete "
+            "fp8_config from accelerate's YAML, set mixed_precision to 'no' or 'bf16', and name the level, as in Accelerator(recipe='O2')"
+        )
+    if mixed in ("fp8", "fp16"):
+        instead = "the recipe converts the layers to FP8" if mixed == "fp8" else "loss scaling is in msamp.amp"
+        raise ValueError(f"mixed_precision is {mixed!r}; it must be 'no' or 'bf16': {instead}")
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

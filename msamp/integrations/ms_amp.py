@@ -6,6 +6,7 @@ the trainer's commands load this file by its path (`megatron.lm.shell.exit_codes
 """
 
 import importlib.metadata
+import os
 import warnings
 from pathlib import Path
 
@@ -35,6 +36,16 @@ def check_alone() -> None:
         f"{named} is also installed ({folder.parent}); import msamp imports this package ({_OURS}): pip uninstall {DISTRIBUTION}, or use "
     )
     warnings.warn(text + "separate environments", stacklevel=3)
+
+
+def warn_of_accelerate() -> None:
+    """Warn where accelerate is configured with `fp8_backend: MSAMP`: it looks for a distribution named ms-amp, and never calls this one."""
+    if os.environ.get("ACCELERATE_FP8_BACKEND", "").upper() == "MSAMP":
+        warnings.warn(
+            "accelerate's fp8_backend MSAMP (ACCELERATE_FP8_BACKEND) is Microsoft's MS-AMP, not this package: delete fp8_config from "
+            "accelerate's YAML, set mixed_precision to 'no' or 'bf16', and use msamp.integrations.accelerate.Accelerator(recipe='O2')",
+            stacklevel=3,
+        )
 
 
 def _check_whole() -> None:

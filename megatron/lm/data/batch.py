@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from megatron.lm.data.documents import DOCUMENTS
 from megatron.lm.processes.grid import ALONE, Ranks
+from megatron.lm.shell.exit_codes import SAVE_SIGNALS
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", DOCUMENTS)
 
@@ -125,8 +126,8 @@ def own_part(batch: dict[str, Tensor], context: Ranks) -> dict[str, Tensor]:
 
 def _ignore_signals(worker: int) -> None:
     # A batch system sends signals to all processes of a job: the training process must still get its batches until it has saved.
-    # SIGUSR1 would also end readers that are not forked.
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    # They would also end readers that are not forked.
+    for number in (signal.SIGTERM, *SAVE_SIGNALS):
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -7,9 +7,11 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
+from megatron.lm.shell.exit_codes import SAVE_SIGNALS
+
 
 class Requests:
-    """SIGTERM, the time limit of `minutes`, and the end of torchrun request the process to leave; SIGUSR1 requests a checkpoint.
+    """SIGTERM, the time limit of `minutes`, and the end of torchrun request the process to leave; `SAVE_SIGNALS` request a checkpoint.
 
     A killed torchrun does not stop its processes, which would still run when the job is restarted. Leaving for that reason is a failure:
     with several torchruns and restarts, the others then wait for the lost one to come back, and restart their processes.
@@ -27,8 +29,10 @@ class Requests:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle the two signals during the block, so that they never end the process, for example in a save; SIGINT does."""
-        before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        """Handle these signals during the block, so that they never end the process, for example in a save; SIGINT does. A request to save
+        that is ignored, as SIGHUP under nohup, stays ignored."""
+        saving = [number for number in SAVE_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, *saving)}
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # keeps a handler of the host program, or an ignored signal
             before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
         try:
@@ -39,17 +43,19 @@ class Requests:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._asked.add(number)
+        if number == signal.SIGXCPU:
+            signal.signal(number, signal.SIG_IGN)  # the kernel repeats it every second
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self._interrupted = True
         raise KeyboardInterrupt
 
     def take(self) -> list[bool]:
-        """Return whether SIGTERM came, SIGUSR1 came since the last call, the time is over, and the launcher is gone."""
+        """Return whether SIGTERM came, one of `SAVE_SIGNALS` came since the last call, the time is over, and the launcher is gone."""
         if self._interrupted:
             raise KeyboardInterrupt
-        save = signal.SIGUSR1 in self._asked
-        self._asked.discard(signal.SIGUSR1)
+        save = not self._asked.isdisjoint(SAVE_SIGNALS)
+        self._asked.difference_update(SAVE_SIGNALS)
         over = self.minutes is not None and time.monotonic() - self._started >= 60 * self.minutes
         orphaned = self._launcher is not None and os.getppid() != self._launcher
         return [signal.SIGTERM in self._asked, save, over, orphaned]

@@ -229,7 +229,7 @@ class Trainer:
         if due.evaluation:
             self._evaluate("valid", self.data.valid)
         if verdict.save and self.metrics.main and not self.config.checkpoint.save:
-            print("SIGUSR1: nothing is saved, since there is no --save", flush=True)
+            print("a signal requested a checkpoint: nothing is saved, since there is no --save", flush=True)
         if why:
             self.metrics.report(due.iteration)
         return why

@@ -25,6 +25,7 @@ from typing import NoReturn, ParamSpec
 from megatron.lm.errors import RunStopped, missing, report
 
 REFUSED, STOPPED, INTERRUPTED = 2, 1, 128 + signal.SIGINT
+SAVE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)  # schedulers send one of these before a limit
 
 _SMALLER = "use a smaller model, batch or sequence, or more processes (--dry-run of megatron.lm.pretrain prints the memory of each)"
 _OTHER_RANK = "another process of this run has ended or cannot be reached: see its own error message"

@@ -115,6 +115,26 @@ def test_precisions_that_hold_no_fp8_weights_are_refused(settings: dict[str, Any
         made.check()
 
 
+@pytest.mark.parametrize("how", ["environment", "handler", "Trainer"])
+def test_accelerates_backend_for_ms_amp_is_refused_in_our_words(how: str, monkeypatch: pytest.MonkeyPatch):
+    from msamp.integrations.accelerate import Accelerator
+
+    made = Accelerator(cpu=True)
+    if how != "handler":
+        monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")
+    settings = {"kwargs_handlers": [accelerate.utils.MSAMPRecipeKwargs(opt_level="O2")]} if how == "handler" else {}
+    with pytest.raises(ValueError, match=r"Microsoft's MS-AMP.*mixed_precision.*recipe='O2'"):
+        made.check() if how == "Trainer" else Accelerator(cpu=True, **settings)
+
+
+def test_fp8_of_accelerate_is_refused_before_it_looks_for_packages(monkeypatch: pytest.MonkeyPatch):
+    from msamp.integrations.accelerate import Accelerator
+
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(ValueError, match=r"mixed_precision is 'fp8'.*recipe"):
+        Accelerator(cpu=True)
+
+
 def test_what_cannot_be_spread_and_what_cannot_be_paired_is_refused(monkeypatch: pytest.MonkeyPatch):
     from accelerate.utils import DistributedType
 

@@ -1,6 +1,8 @@
 """MS-AMP has the same import name: where it is installed too it is named, and refused where its files and ours lie in one folder."""
 
+import importlib
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,16 @@ def test_elsewhere_it_is_named_where_the_caller_of_initialize_stands(site):
     with pytest.warns(UserWarning, match=r"^MS-AMP 0\.4\.0 is also installed .*; import msamp imports this package") as told:
         initialize()
     assert [warning.filename for warning in told if "MS-AMP" in str(warning.message)] == [__file__]
+
+
+@pytest.mark.parametrize("backend", ["MSAMP", "TE"])
+def test_the_import_names_our_accelerator_where_accelerate_is_set_to_ms_amp(backend: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", backend)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        importlib.reload(msamp)
+    named = [w for w in told if "msamp.integrations.accelerate.Accelerator" in str(w.message)]
+    assert len(named) == (backend == "MSAMP")
 
 
 @pytest.fixture

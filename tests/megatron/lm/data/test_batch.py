@@ -70,7 +70,7 @@ def test_signals_end_no_reader():
     first = next(stream)
     (reader,) = multiprocessing.active_children()
     assert reader.pid is not None
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU):
         os.kill(reader.pid, number)
     assert [batch["tokens"][0, 0].item() for batch in (first, *stream)] == list(range(0, 64, 2))
 

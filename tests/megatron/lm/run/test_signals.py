@@ -8,20 +8,36 @@ import pytest
 from megatron.lm.run.signals import Requests
 
 
-def test_signals_are_heard_and_handlers_restored():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+@pytest.mark.parametrize("save", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU])
+def test_signals_are_heard_and_handlers_restored(save: signal.Signals):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, save)]
     requests = Requests(None)
     with requests.listening():
         assert requests.take() == [False, False, False, False]
-        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), save)
         assert requests.take() == [False, True, False, False]
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         assert requests.take() == [True, False, False, False]  # one checkpoint a signal
         assert requests.take() == [True, False, False, False]
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, save)] == before
     assert Requests(1e-9).take() == [False, False, True, False]
     assert Requests(1000.0).take() == [False, False, False, False]
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored_and_the_kernels_repetitions_save_once():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        requests = Requests(None)
+        with requests.listening():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert requests.take() == [False, False, False, False]
+            os.kill(os.getpid(), signal.SIGXCPU)
+            assert requests.take() == [False, True, False, False]
+            os.kill(os.getpid(), signal.SIGXCPU)
+            assert requests.take() == [False, False, False, False]
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_end_of_torchrun_is_noticed_and_that_of_a_shell_is_not(monkeypatch: pytest.MonkeyPatch):
