@@ -59,7 +59,7 @@ class Accelerator(accelerate.Accelerator):
                 f"accelerate is set to {self.distributed_type.value}, which does not support FP8 weights; choose "
                 f"{DistributedType.MULTI_GPU.value}: msamp averages the gradients itself, and O3 shards the optimizer over the processes"
             )
-        _check_precision(self.mixed_precision, getattr(self.fp8_backend, "value", self.fp8_backend))
+        _check_precision(self.mixed_precision, str(getattr(self.fp8_backend, "value", self.fp8_backend)))
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Like accelerate's, but first pass one model and one optimizer among `args` to `msamp.initialize`."""
