@@ -24,7 +24,6 @@ from msamp.kernels.reference import amax as _amax
 from msamp.kernels.reference import attention_sink as _attention_sink
 from msamp.kernels.reference import block_cast as _block_cast
 from msamp.kernels.reference import cast as _cast
-from msamp.kernels.reference import cast_columns as _cast_columns
 from msamp.kernels.reference import cast_transpose as _cast_transpose
 from msamp.kernels.reference import coat_adamw as _coat_adamw
 from msamp.kernels.reference import collage as _collage
@@ -40,11 +39,8 @@ from msamp.kernels.reference import pack as _pack
 from msamp.kernels.reference import permute as _permute
 from msamp.kernels.reference import rotary as _rotary
 from msamp.kernels.reference import scale_from_amax as _scale_from_amax
-from msamp.kernels.reference import sum_parts as _sum_parts
-from msamp.kernels.reference import sum_payloads as _sum_payloads
+from msamp.kernels.reference import sums as _sums
 from msamp.kernels.reference import tally as _tally
-from msamp.kernels.reference import transpose as _transpose
-from msamp.kernels.reference import weight_scales as _weight_scales
 from msamp.kernels.tables import Tables
 from msamp.numerics.tensor import PLAIN
 
@@ -181,7 +177,7 @@ attention_sink = _operator(_attention_sink.attention_sink)
 block_cast = _operator(_block_cast.block_cast, mutates=("amax_slot",))
 block_scaled_mm = _operator(_scaled_mm.block_scaled_mm, fake=_fake_scaled_mm)
 cast = _operator(_cast.cast)
-cast_columns = _operator(_cast_columns.cast_columns)
+cast_columns = _operator(_cast_transpose.cast_columns)
 cast_transpose = _operator(
     _cast_transpose.cast_transpose, mutates=_SLOTS, fake=_fake_sums(_cast_transpose.cast_transpose, lambda x, *_: (x.shape[0],))
 )
@@ -225,14 +221,14 @@ sink_backward = _operator(
 sink_center_ = _operator(_attention_sink.sink_center_, mutates=("sink",))
 sink_merge = _operator(_attention_sink.sink_merge, mutates=_SLOTS)
 softmax_parts = _operator(_cross_entropy.softmax_parts)
-sum_parts = _operator(_sum_parts.sum_parts)
-sum_payloads = _operator(_sum_payloads.sum_payloads)
+sum_parts = _operator(_sums.sum_parts)
+sum_payloads = _operator(_sums.sum_payloads)
 count_ = _operator(_tally.count_, mutates=("row",))
 tally_ = _operator(_tally.tally_, mutates=("row",))
 tally_update_ = _operator(_tally.tally_update_, mutates=("row",))
-transpose = _operator(_transpose.transpose)
+transpose = _operator(_cast_transpose.transpose)
 unpermute = _operator(_permute.unpermute)
-weight_scales = _operator(_weight_scales.weight_scales)
+weight_scales = _operator(_scale_from_amax.weight_scales)
 
 adamw = _over_many(_adamw.adamw, _adamw.check_amaxes)
 coat_adamw = _over_many(_coat_adamw.coat_adamw, _adamw.check_amaxes)

@@ -1,4 +1,4 @@
-"""Cast with one scale to either layout or both, with the column sums of the input."""
+"""Cast with one scale to either layout or both, with the column sums of the input; transpose a payload; divide the columns of a cast."""
 
 import torch
 
@@ -103,3 +103,51 @@ def _store(
         return cast_transpose(v, scale, amax_slot, dtype, row=True, col=col, colsum=colsum, scale_inv_slot=scale_inv_slot)
     sums = v.sum(0, keepdim=True) if colsum else v.new_empty(0)
     return v.to(dtype), v.new_empty(0, dtype=dtype), v.new_empty(0), sums
+
+
+def check_payload(x: torch.Tensor) -> None:
+    """Raise a ValueError unless `x` is a matrix of 1-byte elements."""
+    if x.ndim != 2 or x.element_size() != 1:
+        raise ValueError(f"payload is {tuple(x.shape)} of {x.dtype}; transpose requires an FP8 matrix: cast it with cast_transpose")
+
+
+def transpose(x: torch.Tensor) -> torch.Tensor:
+    """Return the transpose [N, M], row-major, of a payload [M, N] of a 1-byte dtype, with unchanged codes.
+
+    Raises:
+        ValueError: if `x` is not such a matrix.
+    """
+    check_payload(x)
+    return x.view(torch.uint8).t().contiguous().view(x.dtype)
+
+
+def cast_columns(x: torch.Tensor, scale: torch.Tensor | None, channel_scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cast `x * scale / channel_scale` to FP8, or round it to another dtype: the weight behind a Smooth-SwiGLU, and its gradient.
+
+    Args:
+        x: [N, K] FP32, BF16, FP16, or FP8 with the payload's own values.
+        scale: FP32, 0-dim, a power of two; None is 1.
+        channel_scale: FP32 [K], powers of two from 2^-126 to 2^126: a product of FP8 payloads sums over the K columns, of which the other
+            operand has been multiplied by these.
+        dtype: an FP8 dtype, or FP32, BF16 or FP16, which do not saturate.
+
+    Returns:
+        [N, K] of `dtype`, row-major. For an `x` of that dtype and no scale it is exact but for values that become subnormal.
+
+    Raises:
+        ValueError: for channel scales that are not FP32 [K].
+    """
+    check_channel_scale(x, channel_scale)
+    factor = channel_scale.reciprocal() if scale is None else channel_scale.reciprocal() * scale
+    if dtype.itemsize > 1:
+        return (x.float() * factor).to(dtype).contiguous()
+    return quantize(x, factor, of_dtype(dtype)).contiguous()
+
+
+def check_channel_scale(x: torch.Tensor, channel_scale: torch.Tensor) -> None:
+    """Raise a ValueError unless there is one FP32 number per column of `x`."""
+    if channel_scale.dtype != torch.float32 or channel_scale.shape != x.shape[1:]:
+        raise ValueError(
+            f"channel_scale is {channel_scale.dtype} {tuple(channel_scale.shape)}; for {tuple(x.shape)} it must be torch.float32 "
+            f"{tuple(x.shape[1:])}"
+        )

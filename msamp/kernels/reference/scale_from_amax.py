@@ -1,4 +1,4 @@
-"""Compute scales from amaxes, in one launch."""
+"""Compute scales: from amaxes, and between a stored weight and its FP8 operand."""
 
 import torch
 
@@ -32,3 +32,19 @@ def scale_from_maxima(maxima: torch.Tensor, fp_max: float) -> torch.Tensor:
         FP32, 0-dim: `scale_from_amax` of the maximum; 1 if that is 0 or not finite.
     """
     return scaling.scale_from_amax(TENSORWISE.amax(maxima), fp_max)
+
+
+def weight_scales(payload: torch.Tensor, scale_inv: torch.Tensor, fp_max: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the just-in-time scales from the amax of a stored weight.
+
+    Args:
+        payload: FP16, BF16 or FP32, any shape: the stored weight.
+        scale_inv: FP32, 0-dim: payload * scale_inv is the weight.
+        fp_max: largest value of the operand's format.
+
+    Returns:
+        FP32, 0-dim: the multiplier from the payload to the format, scale * scale_inv, and 1 / scale, where scale is the largest power of
+        two with amax * scale <= fp_max; 1 if the amax is 0 or not finite.
+    """
+    scale = scaling.scale_from_amax(TENSORWISE.amax(payload) * scale_inv, fp_max)
+    return scale * scale_inv, scaling.inverse(scale)

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from msamp.kernels.triton.cast import _constants, _rounded
-from msamp.kernels.triton.cast_transpose import _code, _higher, _inverse, _quantise, _tell, nothing
+from msamp.kernels.triton.cast_transpose import _code, _higher, _quantise, _tell, nothing
 from msamp.kernels.triton.pack import _value
+from msamp.kernels.triton.scale_from_amax import _inverse
 
 TILE_M, TOKENS, WARPS = 16, 128, 4  # tokens at a time, and per program
 SUM_TOKENS = 256

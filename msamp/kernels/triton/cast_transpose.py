@@ -12,9 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from msamp.kernels.reference.cast_transpose import check_asked, check_maxima
-from msamp.kernels.triton.cast import _block_amax, _fp8_code, _rounded, fp8_constants
-from msamp.kernels.triton.scale_from_amax import scale_from_amax, scale_from_maxima
+from msamp.kernels.reference.cast_transpose import check_asked, check_channel_scale, check_maxima, check_payload
+from msamp.kernels.triton.cast import _block_amax, _constants, _fp8_code, _rounded, fp8_constants
+from msamp.kernels.triton.pack import _value
+from msamp.kernels.triton.scale_from_amax import _inverse, scale_from_amax, scale_from_maxima
 from msamp.numerics.formats import of_dtype
 
 TILE_M, TILE_N, WARPS = 128, 64, 4
@@ -135,13 +136,6 @@ def _put_sums(total, sums, column, n, N, columns):
     """Store the column sums of a tile, starting at `column`, to the row of `sums` [tiles, N] for the program's tokens."""
     if sums is not None:
         tl.store(sums + (tl.program_id(0).to(tl.int64) * N + column) + n, tl.sum(total, 0), mask=columns)
-
-
-@triton.jit
-def _inverse(scale):
-    """1 / scale for a power of two from 2^-126 to 2^126, exact and without a division; NaN for NaN."""
-    bits = 0x7F000000 - scale.to(tl.int32, bitcast=True)
-    return tl.where(scale == scale, bits.to(tl.float32, bitcast=True), scale)
 
 
 @triton.jit
@@ -274,3 +268,60 @@ def cast_transposed(x, scale_inv, dtype):
         INVERSE=True, ALIGNED=M % 4 == 0, TILE_M=TILE_M, TILE_N=TILE_N, num_warps=WARPS, **fp8_constants(dtype, x.device),
     )  # fmt: skip
     return y_t
+
+
+@triton.jit
+def _transpose_kernel(x, y, M, N, ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    quad, column = tl.program_id(0).to(tl.int64) * (TILE_M // 4), tl.program_id(1).to(tl.int64) * TILE_N
+    q, n, origin, at = _tile(quad, N, column, TILE_M, TILE_N)
+    left, columns = (M - 4 * quad).to(tl.int32), n < (N - column).to(tl.int32)
+    codes = x.to(tl.pointer_type(tl.uint8), bitcast=True)
+    x0, x1, x2, x3 = _load_rows(codes + origin, at, N, q, left, columns)
+    words = x0.to(tl.int32) | (x1.to(tl.int32) << 8) | (x2.to(tl.int32) << 16) | (x3.to(tl.int32) << 24)
+    _put_transposed(words, y, quad, column, q, n, M, left, columns, ALIGNED)
+
+
+def transpose(x):
+    """See the reference twin."""
+    check_payload(x)
+    x = x.contiguous()
+    M, N = x.shape
+    y = torch.empty(N, M, dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(M, 128), triton.cdiv(N, 128))
+    _transpose_kernel[grid](x, y, M, N, ALIGNED=M % 4 == 0, TILE_M=128, TILE_N=128, num_warps=WARPS)
+    return y
+
+
+@triton.jit
+def _cast_columns_kernel(
+    x, y, scale, channel_scale, M, N,
+    SOURCE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    row, column = tl.program_id(0).to(tl.int64) * TILE_M, tl.program_id(1).to(tl.int64) * TILE_N
+    m, n = tl.arange(0, TILE_M), tl.arange(0, TILE_N)
+    columns = n < (N - column).to(tl.int32)
+    inside = (m < (M - row).to(tl.int32))[:, None] & columns[None, :]
+    at = row * N + column + m.to(tl.int64)[:, None] * N + n[None, :]
+    factor = _inverse(tl.load(channel_scale + column + n, mask=columns, other=1.0))
+    if scale is not None:
+        factor = factor * tl.load(scale)
+    v = _value(tl.load(x + at, mask=inside, other=0), SOURCE, HARDWARE) * factor[None, :]
+    if MANTISSA > 0:
+        tl.store(y + at, _fp8_code(v, FP8_MAX, MANTISSA, BIAS, HARDWARE), mask=inside)
+    else:
+        tl.store(y + at, v, mask=inside)
+
+
+def cast_columns(x, scale, channel_scale, dtype):
+    """See the reference twin."""
+    check_channel_scale(x, channel_scale)
+    x = x.contiguous()
+    M, N = x.shape
+    y = torch.empty(M, N, dtype=dtype, device=x.device)
+    if x.numel():
+        _cast_columns_kernel[triton.cdiv(M, 16), triton.cdiv(N, 512)](
+            *(t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in (x, y)), scale, channel_scale.contiguous(), M, N,
+            SOURCE=of_dtype(x.dtype).mantissa_bits, TILE_M=16, TILE_N=512, num_warps=8, **_constants(dtype, x.device),
+        )  # fmt: skip
+    return y

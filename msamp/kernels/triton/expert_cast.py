@@ -10,8 +10,8 @@ import triton.language as tl
 
 from msamp.kernels.reference.expert_cast import check_weights
 from msamp.kernels.triton.cast import _block_amax, fp8_constants
-from msamp.kernels.triton.cast_transpose import _inverse, _load_rows, _put, _put_transposed, _tile
-from msamp.kernels.triton.scale_from_amax import _scale
+from msamp.kernels.triton.cast_transpose import _load_rows, _put, _put_transposed, _tile
+from msamp.kernels.triton.scale_from_amax import _inverse, _scale
 from msamp.numerics.formats import of_dtype
 from msamp.numerics.scaling import _fields
 

@@ -13,7 +13,8 @@ from msamp.kernels.reference.expert_swiglu import check_gradient_cast, check_pro
 from msamp.kernels.reference.permute import check_end
 from msamp.kernels.triton.activate import BACKWARD, TILE_M, TILE_N, WARPS, _silu
 from msamp.kernels.triton.cast import _constants
-from msamp.kernels.triton.cast_transpose import _higher, _inverse, _layouts, _load_rows, _put, _quantise, _tell, _tile
+from msamp.kernels.triton.cast_transpose import _higher, _layouts, _load_rows, _put, _quantise, _tell, _tile
+from msamp.kernels.triton.scale_from_amax import _inverse
 
 
 @triton.jit

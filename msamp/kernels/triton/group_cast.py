@@ -6,8 +6,9 @@ import triton.language as tl
 
 from msamp.kernels.reference.group_cast import check_group_cast
 from msamp.kernels.triton.cast import _rounded, fp8_constants
-from msamp.kernels.triton.cast_transpose import _code, _inverse
+from msamp.kernels.triton.cast_transpose import _code
 from msamp.kernels.triton.pack import _value
+from msamp.kernels.triton.scale_from_amax import _inverse
 from msamp.numerics.formats import of_dtype
 from msamp.numerics.scaling import _fields
 

@@ -9,7 +9,8 @@ import triton.language as tl
 
 from msamp.kernels.reference.normalize import check_backward, check_normalize
 from msamp.kernels.triton.cast import _constants, _rounded, fp8_constants
-from msamp.kernels.triton.cast_transpose import _code, _inverse, _quantise, _tell
+from msamp.kernels.triton.cast_transpose import _code, _quantise, _tell
+from msamp.kernels.triton.scale_from_amax import _inverse
 
 # Elements per program; a longer row uses more warps.
 TILE = 4096

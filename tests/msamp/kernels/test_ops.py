@@ -19,8 +19,7 @@ from msamp.kernels.reference.activate import activate, activate_backward
 from msamp.kernels.reference.amax import amax
 from msamp.kernels.reference.block_cast import block_cast
 from msamp.kernels.reference.cast import cast
-from msamp.kernels.reference.cast_columns import cast_columns
-from msamp.kernels.reference.cast_transpose import cast_transpose, cast_transposed
+from msamp.kernels.reference.cast_transpose import cast_columns, cast_transpose, cast_transposed, transpose
 from msamp.kernels.reference.cross_entropy import cross_entropy_
 from msamp.kernels.reference.expert_cast import expert_cast
 from msamp.kernels.reference.expert_swiglu import expert_swiglu, expert_swiglu_backward
@@ -29,12 +28,9 @@ from msamp.kernels.reference.group_tokens import group_tokens
 from msamp.kernels.reference.grouped_mm import grouped_mm, grouped_mm_grad_weight, grouped_tiles
 from msamp.kernels.reference.permute import permute, unpermute
 from msamp.kernels.reference.rotary import rotary_, rotary_backward
-from msamp.kernels.reference.scale_from_amax import scale_from_amax
-from msamp.kernels.reference.sum_parts import sum_parts
-from msamp.kernels.reference.sum_payloads import sum_payloads
+from msamp.kernels.reference.scale_from_amax import scale_from_amax, weight_scales
+from msamp.kernels.reference.sums import sum_parts, sum_payloads
 from msamp.kernels.reference.tally import tally_, tally_update_
-from msamp.kernels.reference.transpose import transpose
-from msamp.kernels.reference.weight_scales import weight_scales
 from msamp.kernels.scaled_mm import block_scaled_mm, scaled_mm
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import E4M3, E5M2

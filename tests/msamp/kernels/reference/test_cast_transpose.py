@@ -9,10 +9,10 @@ from helpers.choices import every_pair
 from helpers.numerics import KINDS, SMALL, bits, check, codes, make, measure
 from msamp.kernels.reference.amax import amax
 from msamp.kernels.reference.cast import cast
-from msamp.kernels.reference.cast_transpose import cast_transpose, cast_transposed
+from msamp.kernels.reference.cast_transpose import cast_columns, cast_transpose, cast_transposed, transpose
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.granularity import Group
-from msamp.numerics.quantize import dequantize
+from msamp.numerics.quantize import dequantize, quantize
 from msamp.numerics.range_expand import two_stage_amax
 from msamp.numerics.scaling import inverse, scale_from_amax
 
@@ -116,3 +116,49 @@ def test_the_transpose_alone_has_the_same_codes(fmt):
 def test_column_sums_of_half_precision_are_taken_in_fp32():
     x = torch.ones(5000, 3, dtype=torch.bfloat16)
     assert cast_transpose(x, None, None, E5M2.dtype, row=True, colsum=True)[3].tolist() == [[5000.0] * 3]
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+def test_every_code_goes_to_its_place(fmt):
+    x = torch.arange(256, dtype=torch.uint8).view(8, 32).view(fmt.dtype)
+    turned = transpose(x)
+    assert (turned.dtype, turned.shape, turned.is_contiguous()) == (fmt.dtype, (32, 8), True)
+    assert codes(turned).equal(codes(x).t())
+
+
+@pytest.mark.parametrize("x", [torch.zeros(4, 4), torch.zeros(2, 3, 4, dtype=torch.uint8)], ids=["float32", "3-d"])
+def test_other_tensors_are_refused(x):
+    with pytest.raises(ValueError, match=rf"payload is \({x.shape[0]}, .*cast_transpose"):
+        transpose(x)
+
+
+def test_it_is_the_definition_of_quantize_column_by_column():
+    x, scale = make("log-normal", (33, 6)), torch.tensor([1.0, 2.0, 4.0, 64.0, 256.0, 0.5])
+    payload = cast_columns(x, torch.tensor(8.0), scale, E4M3.dtype)
+    for column, by in enumerate(scale.tolist()):
+        assert codes(payload[:, column]).equal(codes(quantize(x[:, column], 8.0 / by, E4M3)))
+
+
+def test_ones_change_no_code_of_an_fp8_weight():
+    stored = quantize(make("normal", (16, 8)), 64.0, E4M3)
+    assert codes(cast_columns(stored, None, torch.ones(8), E4M3.dtype)).equal(codes(stored))
+
+
+def test_an_fp8_weight_is_divided_exactly_down_to_the_subnormals():
+    stored = torch.tensor([[448.0, 4.0, 4.5, -1.75, 2.0**-9]]).to(E4M3.dtype)
+    divided = cast_columns(stored, None, torch.full((5,), 256.0), E4M3.dtype)
+    assert torch.equal(divided.float()[0, :2], stored.float()[0, :2] / 256)
+    assert float((divided.float() - stored.float() / 256).abs().max()) <= 2.0**-10, "half the distance of subnormals"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_gradient_is_divided_exactly(dtype):
+    x, by = make("channel-outlier", (12, 6)).to(dtype), torch.tensor([1.0, 2.0, 4.0, 64.0, 256.0, 1024.0])
+    divided = cast_columns(x, None, by, dtype)
+    assert divided.dtype == dtype
+    assert torch.equal(divided, (x.double() / by).to(dtype))
+
+
+def test_other_channel_scales_are_refused():
+    with pytest.raises(ValueError, match=r"channel_scale is torch.float32 \(3,\); for \(2, 4\) it must be torch.float32 \(4,\)"):
+        cast_columns(torch.ones(2, 4), None, torch.ones(3), E4M3.dtype)

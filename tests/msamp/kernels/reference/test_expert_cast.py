@@ -6,7 +6,7 @@ import torch
 from helpers.numerics import codes, make
 from msamp.kernels.reference.cast import cast
 from msamp.kernels.reference.expert_cast import expert_cast
-from msamp.kernels.reference.weight_scales import weight_scales
+from msamp.kernels.reference.scale_from_amax import weight_scales
 from msamp.numerics.formats import E4M3
 
 

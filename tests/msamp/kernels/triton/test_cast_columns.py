@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from helpers.numerics import codes, make
-from msamp.kernels.reference.cast_columns import cast_columns as twin
+from msamp.kernels.reference.cast_transpose import cast_columns as twin
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.quantize import quantize
 
 
 def kernel(*args):
     # Imported late: the kernels take the interpreter or the compiler when their file is imported.
-    return importlib.import_module("msamp.kernels.triton.cast_columns").cast_columns(*args)
+    return importlib.import_module("msamp.kernels.triton.cast_transpose").cast_columns(*args)
 
 
 def assert_same(x: torch.Tensor, scale: float | None, dtype: torch.dtype = E4M3.dtype) -> None:

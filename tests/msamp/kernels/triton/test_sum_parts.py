@@ -7,12 +7,12 @@ import torch
 
 from helpers.choices import every_value
 from helpers.numerics import bits, make
-from msamp.kernels.reference.sum_parts import sum_parts as twin
+from msamp.kernels.reference.sums import sum_parts as twin
 
 
 def kernel(*args):
     # Imported late: the kernels take the interpreter or the compiler when their file is imported.
-    return importlib.import_module("msamp.kernels.triton.sum_parts").sum_parts(*args)
+    return importlib.import_module("msamp.kernels.triton.sums").sum_parts(*args)
 
 
 def assert_same(shapes, device, dtype=torch.bfloat16) -> None:

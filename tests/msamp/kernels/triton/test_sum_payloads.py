@@ -7,13 +7,13 @@ import torch
 
 from helpers.choices import every_pair
 from helpers.numerics import KINDS, make
-from msamp.kernels.reference.sum_payloads import sum_payloads as twin
+from msamp.kernels.reference.sums import sum_payloads as twin
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 
 
 def kernel(*args):
     # Imported late: the kernels take the interpreter or the compiler when their file is imported.
-    return importlib.import_module("msamp.kernels.triton.sum_payloads").sum_payloads(*args)
+    return importlib.import_module("msamp.kernels.triton.sums").sum_payloads(*args)
 
 
 def assert_same(payloads, factor, dtype, *own) -> None:

@@ -7,13 +7,13 @@ import torch
 
 from helpers.choices import every_value
 from helpers.numerics import codes
-from msamp.kernels.reference.transpose import transpose as twin
+from msamp.kernels.reference.cast_transpose import transpose as twin
 from msamp.numerics.formats import E4M3, E5M2
 
 
 def kernel(x: torch.Tensor) -> torch.Tensor:
     # Imported late: the kernels take the interpreter or the compiler when their file is imported.
-    return importlib.import_module("msamp.kernels.triton.transpose").transpose(x)
+    return importlib.import_module("msamp.kernels.triton.cast_transpose").transpose(x)
 
 
 def payload(shape: tuple[int, int], fmt, device) -> torch.Tensor:

@@ -7,13 +7,13 @@ import torch
 
 from helpers.choices import every_pair
 from helpers.numerics import KINDS, bits, make
-from msamp.kernels.reference.weight_scales import weight_scales as twin
+from msamp.kernels.reference.scale_from_amax import weight_scales as twin
 from msamp.numerics.formats import E4M3, E5M2
 
 
 def assert_same(payload: torch.Tensor, scale_inv: float, fp_max: float = E4M3.max) -> None:
     # Imported late: the kernels take the interpreter or the compiler when their file is imported.
-    kernel = importlib.import_module("msamp.kernels.triton.weight_scales").weight_scales
+    kernel = importlib.import_module("msamp.kernels.triton.scale_from_amax").weight_scales
     stored = torch.tensor(scale_inv, device=payload.device)
     for got, want in zip(kernel(payload, stored, fp_max), twin(payload, stored, fp_max), strict=True):
         assert got.shape == ()

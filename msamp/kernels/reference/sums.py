@@ -1,9 +1,24 @@
-"""Sum in FP32 the payloads that the ranks of a group exchanged."""
+"""Sum in FP32: partial column sums, and the payloads that the ranks of a group exchanged."""
+
+from collections.abc import Sequence
 
 import torch
 
 from msamp.numerics.formats import of_dtype
 from msamp.numerics.quantize import quantize
+
+
+def sum_parts(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Sum partial column sums in a fixed order and round each once: the gradients of biases and norms.
+
+    Args:
+        parts: FP32 [parts, N], contiguous; the number of parts and N may differ between entries.
+        dtype: of the results, a wide one.
+
+    Returns:
+        One tensor [N] of `dtype` for each of `parts`.
+    """
+    return [x.sum(0).to(dtype) for x in parts]
 
 
 def sum_payloads(

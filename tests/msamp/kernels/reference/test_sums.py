@@ -1,12 +1,21 @@
-"""The sum of the ranks' payloads: against FP64, in the order of the ranks, in every format."""
+"""Sums of parts and of payloads: against FP64, in every dtype; what is refused."""
 
 import pytest
 import torch
 
 from helpers.choices import every_pair
 from helpers.numerics import KINDS, bits, make
-from msamp.kernels.reference.sum_payloads import sum_payloads
+from msamp.kernels.reference.sums import sum_parts, sum_payloads
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_tensor_is_added_up_and_rounded_once(dtype):
+    parts = [make("normal", (rows, width), seed=rows) for rows, width in ((1, 40), (70, 3), (5, 1))]
+    for x, got in zip(parts, sum_parts(parts, dtype), strict=True):
+        assert (got.shape, got.dtype) == (x.shape[1:], dtype)
+        torch.testing.assert_close(got.double(), x.double().sum(0), rtol=torch.finfo(dtype).eps, atol=1e-5)
+
 
 ALL = (E4M3, E5M2, BF16, FP16, FP32)
 
