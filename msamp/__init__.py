@@ -12,20 +12,19 @@ from msamp.integrations.ms_amp import warn_of_accelerate
 from msamp.integrations.precision_guard import PrecisionGuard
 from msamp.integrations.saving import exact_state_dict, fp8_state_dict, plain_state_dict, save_plain
 from msamp.nn import filters
-from msamp.nn.activation import Activation
 from msamp.nn.convert import convert, float_copy, survey
 from msamp.nn.expert_layer import Experts
 from msamp.nn.linear import FP8Linear
-from msamp.nn.norm import LayerNorm, RMSNorm
 from msamp.nn.scaling_state import ScalingState
 from msamp.nn.transformer_block import TransformerBlock
+from msamp.nn.unfused import Activation, LayerNorm, RMSNorm
 from msamp.numerics import formats, granularity, scaling
 from msamp.numerics import recipe as recipes
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim import updates
 from msamp.optim.collage import collage_adamw, update_quality
-from msamp.optim.lost_updates import lost_updates
 from msamp.optim.optimizer import FP8AdamW, LowPrecisionOptimizer
+from msamp.optim.update_error import lost_updates
 from msamp.parallel.data_parallel import grad_sync
 from msamp.parallel.greedy_zero import ZeRO
 

@@ -34,9 +34,8 @@ from msamp.integrations.takeover import (
     take_masters,
 )
 from msamp.nn.convert import carry_out, survey
-from msamp.nn.filters import DEFAULT, Filter
+from msamp.nn.filters import DEFAULT, Filter, behind_swiglu
 from msamp.nn.scaling_state import ScalingState
-from msamp.nn.swiglu_layers import behind_swiglu
 from msamp.numerics.formats import Format
 from msamp.numerics.recipe import Recipe
 from msamp.optim import updates
@@ -122,7 +121,7 @@ def initialize(
         grad_format: of the gradients of FP8 layers' weights, "fp8-e4m3", "fp8-e5m2", "fp16", "bf16" or "fp32"; None: as the recipe does.
             With "bf16" no gradient is rounded to FP8, in `p.grad`, on the wire and in the optimizer.
         smooth_swiglu: Smooth-SwiGLU: give each channel of SwiGLU's output a power-of-two scale of its own in its cast to FP8
-            (`msamp.nn.channel_scales`), in modules that `msamp.nn.swiglu_layers.behind_swiglu` knows. Saved weights do not contain it.
+            (`msamp.nn.channel_scales`), in modules that `msamp.nn.filters.behind_swiglu` knows. Saved weights do not contain it.
         seed: of stochastic rounding. `optimizer.state_dict()` contains the parameters' keys that follow from it.
 
     Returns:

@@ -22,8 +22,8 @@ from msamp.nn.block import Norm
 from msamp.nn.gemm import LayerGemm
 from msamp.nn.linear import FP8Linear
 from msamp.nn.mlp_block import MLPBlock, MLPSettings
-from msamp.nn.rotary import RotaryFunction
 from msamp.nn.saved_activations import AS_IT_IS, Saved
+from msamp.nn.unfused import RotaryFunction
 from msamp.numerics.tensor import ScalingTensor
 
 

@@ -29,7 +29,7 @@ import torch
 
 from msamp.kernels.reference.adamw import Hyper
 from msamp.kernels.reference.collage import VARIANTS, step_
-from msamp.numerics import descent_quality, mcf
+from msamp.numerics import mcf, metrics
 from msamp.numerics.recipe import COLLAGE_FORMATS, StateFormats
 from msamp.optim.optimizer import LowPrecisionOptimizer
 from msamp.optim.updates import format_names
@@ -109,7 +109,7 @@ def update_quality(optimizer: LowPrecisionOptimizer) -> UpdateQuality:
     if not wanted:
         raise ValueError("no parameter has a gradient and states; call update_quality after backward, from the second step on")
     update, arrived = torch.cat(wanted), torch.cat(effective)
-    return UpdateQuality(descent_quality.edq(update, arrived), descent_quality.lost_frac(update, arrived), float(update.norm()))
+    return UpdateQuality(metrics.edq(update, arrived), metrics.lost_frac(update, arrived), float(update.norm()))
 
 
 def _value(weight: torch.Tensor, state: dict[str, torch.Tensor]) -> torch.Tensor:

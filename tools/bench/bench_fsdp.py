@@ -33,10 +33,9 @@ from torch.nn import functional
 from megatron.lm.shell.arguments import Parser, count
 from msamp.integrations import fsdp
 from msamp.integrations.fsdp_graph import GraphedStep
-from msamp.nn.activation import Activation
-from msamp.nn.norm import RMSNorm
 from msamp.nn.saved_activations import AS_IT_IS, IN_GROUPS, Saved
 from msamp.nn.transformer_block import TransformerBlock
+from msamp.nn.unfused import Activation, RMSNorm
 from msamp.numerics import recipe as recipes
 from tools.bench import rows
 from tools.bench.training_steps import link, memory_columns, step_times, time_columns, warm_up

@@ -24,7 +24,7 @@ from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.kernels.fp8_attention import check_width, default_scale, prepare
 from msamp.nn.fp8_attention import AttentionScaling, FP8Attention, gradient_parts
-from msamp.nn.rotary import RotaryFunction
+from msamp.nn.unfused import RotaryFunction
 from msamp.numerics.recipe import Gemms
 from msamp.parallel.fp8_head_exchange import FP8HeadExchange
 from msamp.parallel.fp8_ring_attention import FP8RingAttention, shapes

@@ -5,11 +5,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.lm.processes.process_groups import device
-from msamp.nn import norm
+from msamp.nn import unfused
 from msamp.nn.saved_activations import AS_IT_IS, Saved
 
 
-class LayerNorm(norm.LayerNorm):
+class LayerNorm(unfused.LayerNorm):
     """Layer normalization over the last dimension.
 
     Weight and bias are [hidden_size] in the parameters' dtype; mean and variance are computed in FP32 whatever the input's dtype. `saved`
@@ -22,7 +22,7 @@ class LayerNorm(norm.LayerNorm):
         _mark_sequence_parallel(self, config)
 
 
-class RMSNorm(norm.RMSNorm):
+class RMSNorm(unfused.RMSNorm):
     """Root-mean-square normalization over the last dimension: no mean, no bias; otherwise as `LayerNorm`."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, saved: Saved = AS_IT_IS) -> None:

@@ -19,8 +19,8 @@ from megatron.lm.model.attention import Attention, FP8CoreAttention, SDPAttentio
 from megatron.lm.model.layer import Layer, activation_of
 from megatron.lm.model.moe.layer import moe_class
 from megatron.lm.model.norm import head_norm_class, norm_class, projection_norm
-from msamp.nn.activation import ActivationFunction
 from msamp.nn.saved_activations import AS_IT_IS, Saved
+from msamp.nn.unfused import ActivationFunction
 from msamp.numerics.recipe import Gemms
 
 

@@ -22,7 +22,7 @@ layer, or twice that.
 
 from megatron.lm.config import Config
 from megatron.lm.config.sections.precision import saved_activations
-from msamp.nn.activation import ActivationFunction
+from msamp.nn.unfused import ActivationFunction
 
 ORDER, CHOICE = 16, 16  # bytes per choice: offsets, source and places of its row; probability, its gradient's index, expert
 

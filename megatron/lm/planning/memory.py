@@ -16,13 +16,12 @@ from megatron.lm.planning import experts
 from megatron.lm.planning.layers import Parameter, of_layers, stage_chunks, stage_layers, stage_parameters, vocabulary
 from msamp.comm.accumulate import OWNER, Plain, accumulator
 from msamp.comm.partition import plan_buckets
-from msamp.nn.activation import ActivationFunction
 from msamp.nn.attention_block import AttentionBlock
 from msamp.nn.fp8_attention import FP8Attention
 from msamp.nn.linear_fn import LinearFunction
 from msamp.nn.mlp_block import MLPBlock
-from msamp.nn.norm import NormFunction
 from msamp.nn.saved_activations import AS_IT_IS
+from msamp.nn.unfused import ActivationFunction, NormFunction
 from msamp.nn.vocabulary_loss import ALL, CODES, LOGITS, chunk_rows
 from msamp.numerics.formats import Format
 from msamp.numerics.recipe import KINDS, StateFormats

@@ -21,7 +21,7 @@ from megatron.lm.post import models
 from megatron.lm.shell.exit_codes import lacks_memory
 from megatron.lm.shell.files import flush, written_aside
 from msamp.integrations.saving import masters_of, plain_weights
-from msamp.numerics.descent_quality import undelivered_share
+from msamp.numerics.metrics import undelivered_share
 from msamp.optim.optimizer import LowPrecisionOptimizer
 
 KEPT = 2
@@ -144,7 +144,7 @@ def delivered(start: Path, model: Any, optimizer: LowPrecisionOptimizer, *, load
 
     It is sum sign(change) rounded / sum abs(change), where `change` is the difference of the masters from the weights in the folder
     `start`, which training read as `loaded`, and `rounded` that of the rounded masters
-    (`msamp.numerics.descent_quality.undelivered_frac`). Weights that start on BF16's values return to them from less than half a step.
+    (`msamp.numerics.metrics.undelivered_frac`). Weights that start on BF16's values return to them from less than half a step.
 
     Returns:
         None if nothing changed or no weight has a counterpart in the folder.

@@ -6,7 +6,7 @@ import torch
 from helpers.choices import every_value
 from helpers.numerics import make
 from msamp.nn.attention_block import split_heads
-from msamp.nn.rotary import RotaryFunction
+from msamp.nn.unfused import RotaryFunction
 
 S, B, D = 10, 2, 8
 SHAPES = [(4, 4, D), (4, 2, D), (4, 1, 4), (3, 3, 0)]  # heads, query groups, rotated channels of a head

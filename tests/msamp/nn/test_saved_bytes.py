@@ -11,13 +11,12 @@ from helpers.choices import each_value
 from helpers.numerics import make
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
-from msamp.nn.activation import ActivationFunction
 from msamp.nn.attention_block import AttentionBlock
 from msamp.nn.linear import FP8Linear
 from msamp.nn.linear_fn import LinearFunction
 from msamp.nn.mlp_block import MLPBlock
-from msamp.nn.norm import NormFunction
 from msamp.nn.saved_activations import AsItIs, GroupedFP8, Saved
+from msamp.nn.unfused import ActivationFunction, NormFunction
 from msamp.numerics import recipe
 from msamp.parallel.head_exchange import HeadExchange
 

@@ -4,9 +4,19 @@ import pytest
 import torch
 
 from helpers.numerics import floats, golden
-from msamp.numerics.descent_quality import edq, lost_frac, undelivered_frac, undelivered_share
 from msamp.numerics.formats import E4M3
-from msamp.numerics.metrics import TALLY, add_tallies, judge, saturation_frac, sqnr_db, underflow_frac
+from msamp.numerics.metrics import (
+    TALLY,
+    add_tallies,
+    edq,
+    judge,
+    lost_frac,
+    saturation_frac,
+    sqnr_db,
+    undelivered_frac,
+    undelivered_share,
+    underflow_frac,
+)
 from msamp.numerics.quantize import dequantize, quantize
 
 

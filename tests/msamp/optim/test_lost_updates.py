@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import msamp
-from msamp.numerics.descent_quality import undelivered_frac
+from msamp.numerics.metrics import undelivered_frac
 from msamp.numerics.tensor import ScalingTensor, fp32_values
-from msamp.optim.lost_updates import lost_updates, update_distances
 from msamp.optim.optimizer import LowPrecisionOptimizer
+from msamp.optim.update_error import lost_updates, update_distances
 
 SMALL, USUAL = 1e-7, 1e-3
 BF16_MODELS = ("bf16-dmw", "collage-light", "collage-plus", "bf16-a")

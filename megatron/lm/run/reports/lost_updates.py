@@ -1,6 +1,6 @@
 """Warn once per run if its master weights lose most of the updates, measured every 50 steps for each layer.
 
-A learning rate can be so low that rounding a master to FP16, BF16 or FP8 loses most of each update (`msamp.optim.lost_updates` measures
+A learning rate can be so low that rounding a master to FP16, BF16 or FP8 loses most of each update (`msamp.optim.update_error` measures
 it), which the loss curve alone does not show. A check runs the next update on copies of a few rows of each parameter. The host does not
 wait for it: a table of two numbers per layer is copied to the host during the step and read before the next update.
 
@@ -16,10 +16,10 @@ from megatron.lm.model.initial import parameter_names
 from megatron.lm.run.reports.metrics import Metrics
 from megatron.lm.training.state import Training
 from msamp.comm.collectives import Peers
-from msamp.numerics.descent_quality import undelivered_share
+from msamp.numerics.metrics import undelivered_share
 from msamp.optim import updates
 from msamp.optim.device_flag import DeviceCopy
-from msamp.optim.lost_updates import SUMS, update_distances
+from msamp.optim.update_error import SUMS, update_distances
 
 EVERY = 50  # steps from check to check
 STEPS = 100  # the run is warned once a layer has lost more than `LIMIT` of its updates at every check for so many steps

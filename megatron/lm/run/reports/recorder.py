@@ -31,8 +31,7 @@ from msamp.nn.fp8_attention import CASTS_HERE, AttentionScaling
 from msamp.nn.gemm import LayerGemm, tally_operand_
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, PRODUCTS, TensorScales
 from msamp.numerics import accumulation
-from msamp.numerics.descent_quality import undelivered_share
-from msamp.numerics.metrics import TALLY, add_tallies, judge
+from msamp.numerics.metrics import TALLY, add_tallies, judge, undelivered_share
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.update_error import rehearse
 from msamp.optim.updates import MASTER
@@ -74,7 +73,7 @@ class Recorder:
     update, and of the update in FP32 from the same states; descent, the inner product of the update's direction with the change of the
     master (`descent / update_norm` is 1 without loss; Collage's EDQ uses the direction of the optimizer's own arithmetic:
     `msamp.update_quality`); lost, the fraction of elements unchanged by a non-zero update; undelivered, the fraction of the update's
-    distance that was lost, `msamp.numerics.descent_quality.undelivered_frac`, about 0 with stochastic rounding, which leaves most elements
+    distance that was lost, `msamp.numerics.metrics.undelivered_frac`, about 0 with stochastic rounding, which leaves most elements
     unchanged in one step. null means non-finite, no error (SQNR), or unknown (a sum not in FP32).
 
     Statistics are over all elements of a tensor, all micro-batches of the step and all ranks. FP32 tensors have no error and are left out,

@@ -8,9 +8,19 @@ import torch
 from helpers.numerics import make
 from msamp.kernels.reference import tally
 from msamp.kernels.reference.tally import count_, tally_, tally_update_
-from msamp.numerics.descent_quality import edq, lost_frac, undelivered_frac, undelivered_share
 from msamp.numerics.formats import E4M3, E5M2, FP16
-from msamp.numerics.metrics import TALLY, add_tallies, judge, saturation_frac, sqnr_db, underflow_frac
+from msamp.numerics.metrics import (
+    TALLY,
+    add_tallies,
+    edq,
+    judge,
+    lost_frac,
+    saturation_frac,
+    sqnr_db,
+    undelivered_frac,
+    undelivered_share,
+    underflow_frac,
+)
 from msamp.numerics.quantize import dequantize, quantize
 
 

@@ -24,9 +24,8 @@ from megatron.lm.training.gradients import chunks
 from megatron.lm.training.state import Training
 from msamp.kernels import ops
 from msamp.nn.scaling_state import LinearScaling
-from msamp.numerics.descent_quality import edq, lost_frac, undelivered_frac
 from msamp.numerics.formats import E4M3, E5M2
-from msamp.numerics.metrics import saturation_frac, sqnr_db, underflow_frac
+from msamp.numerics.metrics import edq, lost_frac, saturation_frac, sqnr_db, undelivered_frac, underflow_frac
 from msamp.numerics.quantize import dequantize, quantize
 from msamp.numerics.scaling import scale_from_amax
 from msamp.numerics.tensor import ScalingTensor, fp32_values

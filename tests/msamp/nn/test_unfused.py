@@ -5,9 +5,8 @@ import torch
 from torch.nn import functional
 
 from helpers.numerics import make
-from msamp.nn.activation import Activation
-from msamp.nn.norm import LayerNorm, RMSNorm
 from msamp.nn.saved_activations import AsItIs, GroupedFP8
+from msamp.nn.unfused import Activation, LayerNorm, RMSNorm
 from msamp.numerics.metrics import sqnr_db
 
 N = 64
