@@ -342,13 +342,15 @@ class FP8Attention:
         rows = len(of.query)
         if rows <= FP8_QUERIES:
             return self._few_gradients(of, prepared, causal=causal)
-        dq, dk, dv = (x.new_zeros(x.shape, dtype=prepared.dtype) for x in of[:3])
-        for queries, keys, diagonal in gradient_parts(rows, len(of.key), causal=causal):
+        dq, dk, dv = (torch.empty(x.shape, dtype=prepared.dtype, device=x.device) for x in of[:3])
+        for n, (queries, keys, diagonal) in enumerate(gradient_parts(rows, len(of.key), causal=causal)):
             part = of._replace(query=of.query[queries], key=of.key[keys], value=of.value[keys])
             *codes, scale_invs, _ = self._few_gradients(part, prepared.part(queries), causal=diagonal)
             assert scale_invs is not None
-            for total, x, scale_inv in zip((dq[queries], dk[keys], dv[keys]), codes, scale_invs, strict=True):
-                ops.add_payload_(total, x, scale_inv)
+            first = diagonal or n == 0  # of these keys; the others come after it
+            totals = ((dq[queries], first or not causal), (dk[keys], first), (dv[keys], first))
+            for (total, replace), x, scale_inv in zip(totals, codes, scale_invs, strict=True):
+                ops.add_payload_(total, x, scale_inv, replace=replace)
         return Gradients(dq, dk, dv, None)
 
     def _few_gradients(self, of: Operands, prepared: Prepared, *, causal: bool) -> Gradients:

@@ -46,12 +46,14 @@ def key_of_draw(key: int, draw: int) -> int:
     return key ^ draw ^ ((draw >> 32) * SPREAD)
 
 
-def add_payload_(g: torch.Tensor, payload: torch.Tensor, scale_inv: torch.Tensor) -> None:
-    """Add a sum of earlier micro-batches to the last gradient, in FP32, rounded once to the gradient's dtype.
+def add_payload_(g: torch.Tensor, payload: torch.Tensor, scale_inv: torch.Tensor, *, replace: bool = False) -> None:
+    """Add FP8 or FP16 numbers to a wide tensor, in FP32, rounded once to its dtype.
 
     Args:
         g: BF16, FP16 or FP32, contiguous; changed in place.
         payload: E4M3, E5M2 or FP16, contiguous, in the shape of `g`.
         scale_inv: FP32 0-dim; NaN makes every value NaN.
+        replace: whether to ignore what `g` holds, and store the numbers.
     """
-    g.copy_(payload.float() * scale_inv + g.float())
+    values = payload.float() * scale_inv
+    g.copy_(values if replace else values + g.float())

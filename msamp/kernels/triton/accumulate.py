@@ -81,11 +81,14 @@ def _store_kernel(
 
 @triton.jit
 def _add_payload_kernel(
-    g, payload, scale_inv, numel, G: tl.constexpr, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr,
+    g, payload, scale_inv, numel,
+    REPLACE: tl.constexpr, G: tl.constexpr, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
-    v = _sum(g, payload, tl.load(scale_inv), at, inside, False, G, MANTISSA, HARDWARE)
+    v = _value(tl.load(payload + at, mask=inside, other=0), MANTISSA, HARDWARE) * tl.load(scale_inv)
+    if not REPLACE:
+        v += _value(tl.load(g + at, mask=inside, other=0), G, HARDWARE)
     tl.store(g + at, _payload(v, G, HARDWARE), mask=inside)
 
 
@@ -108,10 +111,10 @@ def accumulate(g, payload, scale_inv, draw, key, first):
     )
 
 
-def add_payload_(g, payload, scale_inv):
+def add_payload_(g, payload, scale_inv, *, replace=False):
     """See the reference twin."""
     numel, block = g.numel(), 2 * BLOCK
     _add_payload_kernel[max(1, triton.cdiv(numel, block)),](
-        g, _as_read(payload), scale_inv, numel, G=of_dtype(g.dtype).mantissa_bits, MANTISSA=of_dtype(payload.dtype).mantissa_bits,
-        HARDWARE=g.is_cuda, BLOCK=block, num_warps=WARPS,
+        g, _as_read(payload), scale_inv, numel, REPLACE=replace, G=of_dtype(g.dtype).mantissa_bits,
+        MANTISSA=of_dtype(payload.dtype).mantissa_bits, HARDWARE=g.is_cuda, BLOCK=block, num_warps=WARPS,
     )  # fmt: skip

@@ -25,6 +25,8 @@ def test_a_sum_is_the_cast_of_the_fp32_sum(fmt, kind):
     assert bits(payload).equal(bits(want.payload))
     assert scale_inv.equal(want.scale_inv)
     add_payload_(a, payload, scale_inv)
+    add_payload_(b, payload, scale_inv, replace=True)
+    assert b.equal(want.dequantize(torch.float32).bfloat16())
     assert a.equal((want.dequantize(torch.float32) + make(kind, SMALL).bfloat16().float()).bfloat16())
 
 

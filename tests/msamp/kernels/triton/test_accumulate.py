@@ -25,7 +25,7 @@ def kernels():
 
 
 def sums(functions, gradients, fmt, stochastic: bool, draw: int = 0) -> list[torch.Tensor]:
-    """What three tensors hold after the gradients were added up in order: payload, scale_inv, draw; and the last sum."""
+    """What three tensors hold after the gradients were added up in order: payload, scale_inv; the last sum, and the payload alone; draw."""
     *gradients, last = gradients
     device = last.device
     payload = torch.full(last.shape, 3.0, device=device).to(fmt.dtype)
@@ -33,9 +33,10 @@ def sums(functions, gradients, fmt, stochastic: bool, draw: int = 0) -> list[tor
     number = torch.full((), draw, dtype=torch.int64, device=device) if stochastic else None
     for i, g in enumerate(gradients):
         functions.accumulate(g, payload, scale_inv, number, KEY, i == 0)
-    end = last.clone()
+    end, replaced = last.clone(), torch.full_like(last, NAN)
     functions.add_payload_(end, payload, scale_inv)
-    return [payload, scale_inv, end] + ([] if number is None else [number])
+    functions.add_payload_(replaced, payload, scale_inv, replace=True)
+    return [payload, scale_inv, end, replaced] + ([] if number is None else [number])
 
 
 def assert_same(gradients, fmt, stochastic: bool, draw: int = 0) -> list[torch.Tensor]:
