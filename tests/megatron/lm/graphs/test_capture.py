@@ -33,7 +33,7 @@ CAPTURED = {
     "--recompute-granularity selective --qk-layernorm": True,
     "--recompute-granularity selective --bf16-linears linear_qkv": False,
     "--grad-accum-dtype fp8": True,
-    "--grad-accum-dtype fp8-sr --pipeline-model-parallel-size 2": True,
+    "--grad-accum-dtype fp8-sr --pipeline-model-parallel-size 2": False,
     f"{MOE} --recompute-granularity selective --recompute-modules mlp": True,
     f"{MOE} --recompute-granularity selective --recompute-modules mlp core_attn": False,
     f"{MOE} --recompute-granularity selective --recompute-modules mlp --moe-layer-freq 2": False,

@@ -216,7 +216,6 @@ ON_ONE_GPU: dict[str, dict[str, Any]] = {
     "O2, one micro-batch": CASES["O2 untied, one micro-batch"],
     "O2, recomputed": {**MORE["O2, recomputed"], **UNTIED},
     "fp16-amp": {**MORE["fp16-amp"], **UNTIED},
-    "O3, sums in FP8": {"precision": "O3", "grad_accum_dtype": "fp8-sr", **PP, **UNTIED},
 }
 
 
