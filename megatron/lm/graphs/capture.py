@@ -23,7 +23,7 @@ def obstacle(config: Config) -> str | None:
         "--grad-accum-on owner sends gradients in every micro-batch, and chunks of pipeline stages end theirs at different times": (
             config.precision.grad_accum == "owner" and parallel.pipeline_model_parallel_size > 1
         ),
-        "sums of micro-batches in FP8 round the last gradient with its sum only once, and graphs of pipeline stages do not know which is last": (
+        "FP8 sums round the last gradient with its sum only once, and graphs of pipeline stages do not know which is last": (
             config.precision.grad_accum in ("fp8", "fp8-sr") and parallel.pipeline_model_parallel_size > 1
         ),
         "experts that are neither FP8 nor BF16 with widths in multiples of 8 are multiplied one by one, by sizes that the host reads": (
