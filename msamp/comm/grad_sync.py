@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
-from msamp.comm.accumulate import OWNER, Accumulator, Draws, GradMarks, accumulator, squares_are_finite
+from msamp.comm.accumulate import OWNER, Accumulator, Draws, accumulator, squares_are_finite
 from msamp.comm.bucket import Bucket, BucketPiece
 from msamp.comm.bucket_sender import BucketSender
 from msamp.comm.collectives import OtherRanks, Peers
@@ -45,6 +45,7 @@ from msamp.comm.counters import WireBytes
 from msamp.comm.exchange import Exchange, by_name
 from msamp.comm.partition import BucketPlan
 from msamp.comm.sync_checks import check_formats, check_same_on_all_ranks, check_sums, check_sums_in_fp32
+from msamp.comm.visible_gradients import VisibleGradients, second_gradient
 from msamp.numerics.formats import Format
 from msamp.numerics.stochastic_rounding import tensor_key
 
@@ -89,12 +90,12 @@ class GradSync:
             shapes in the same order. Their buckets are sent last.
         others: the parameters that other ranks average, see `msamp.comm.collectives.OtherRanks`; None if all have the same replicas.
         sent: the counter of sent bytes; None creates one.
-        heed_zero_grad: notice when gradients held under `no_sync` were cleared by `module.zero_grad()` or `p.grad = None`, and drop them.
-            Between such micro-batches `p.grad` is a NaN marker (`msamp.comm.accumulate`). False saves that host time in a loop that only
-            clears through `clear` and `discard`.
+        heed_zero_grad: show sums under `no_sync` in `p.grad` (`msamp.comm.visible_gradients`), and notice when they were edited, or
+            cleared by `module.zero_grad()` or `p.grad = None`. False saves that host time in a loop that leaves `p.grad` alone.
 
     Attributes:
         model: a weak reference to the model.
+        visible: what `p.grad` is before `finish`; None without `heed_zero_grad`.
         sender: averages and delivers one bucket, see `msamp.comm.bucket_sender`.
         sent: bytes this rank has sent, by kind and collective.
         statistics: saturation and underflow before and after the exchange, while `statistics.active`.
@@ -158,12 +159,14 @@ class GradSync:
         local = "fp32" if at_owner else accumulate  # for the buckets that are held back
         self._accumulators: dict[Format, Accumulator] = {fmt: accumulator(local, fmt, self._draws) for fmt in self.sender.wires}
         self.params = [p for bucket in self.buckets for p in bucket.params]
-        self._marks = GradMarks() if heed_zero_grad else None
+        self._totals: dict[Tensor, Tensor] = {}
+        formed = {p: self._accumulators[bucket.format] for p, (bucket, _) in self._place.items()}
+        self.visible = VisibleGradients(self.params, self.names, self._totals, formed) if heed_zero_grad else None
         # A weak reference: hooks live in autograd's graph, where the collector does not find a cycle back to the model.
         hook = functools.partial(_take, weakref.ref(self))
         for number, p in enumerate(self.params):
             p.register_post_accumulate_grad_hook(hook)
-            if self._marks is not None:  # runs before a gradient is added; by number: `model.to` cannot swap a tensor with weak references
+            if self.visible is not None:  # runs before a gradient is added; by number: `model.to` cannot swap a tensor with weak references
                 p.register_hook(unserializable_hook(functools.partial(_make_way, weakref.ref(self), number)))
         self.steps = 0
         self.clear()
@@ -201,9 +204,9 @@ class GradSync:
             bucket.clear()
             for p in bucket.params:
                 p.main_grad = None  # type: ignore[attr-defined]
-        self._totals: dict[Tensor, Tensor] = {}
-        if self._marks is not None:
-            self._marks.clear()
+        self._totals.clear()
+        if self.visible is not None:
+            self.visible.clear()
         self._no_sync: object | None = None  # a token while the context of that name is open
         self._next, self._filling = 0, Phase.LAST  # the next bucket to send, and the phase of the gradients in the buckets
         self.sender.clear()
@@ -244,11 +247,6 @@ class GradSync:
         if any(bucket.sent for bucket in self.buckets):
             self.sender.wait()
 
-    def make_way(self, p: Tensor) -> None:
-        """Before autograd adds to `p.grad`: remove the marker, and drop the sum of earlier micro-batches if the user cleared it."""
-        if self._marks is not None and self._marks.lift(p):
-            self._totals.pop(p, None)
-
     def take(self, p: Tensor) -> None:
         """Take a gradient from autograd: accumulate it, or send its bucket if it was the last one missing."""
         g, p.grad = p.grad, None
@@ -263,21 +261,19 @@ class GradSync:
         if self._filling is Phase.EARLIER and bucket not in self._held_back and (bucket.gradients[i] is not None or bucket.sent):
             self._next_micro_batch()
         if bucket.gradients[i] is not None or bucket.sent:
-            raise ValueError(
-                f"{self.names[p]} got a second gradient in one step after its first had been sent; "
-                "run every backward of a step but the last under no_sync(), and call finish() and clear() between steps, or discard() "
-                "to drop the gradients (the optimizer's zero_grad() does; the model's cannot)"
-            )
+            raise second_gradient(self.names[p])
         total = self._totals.pop(p, None)
         if phase is Phase.HELD:
             self._totals[p] = self._accumulators[bucket.format].add(total, g)
-            if self._marks is not None:
-                self._marks.put(p)
+            if self.visible is not None:
+                self.visible.put(p)
             return
         if bucket not in self._held_back:
             self._filling = phase
         bucket.gradients[i] = g if total is None else self._accumulators[bucket.format].last(total, g)
         bucket.waiting -= 1
+        if self.visible is not None:
+            self.visible.put_average(p)
         while self.overlap and self._next < len(self.buckets):
             following = self.buckets[self._next]
             if following.waiting or following in self._held_back:
@@ -301,13 +297,15 @@ class GradSync:
             ValueError: if the model has a parameter that this synchronizer does not know, or whose gradient it did not receive; names it.
             RuntimeError: if a collective fails; names the ranks that do not answer and the tensors.
         """
-        for p in list(self._totals):
-            self.make_way(p)
+        if self.visible is not None:
+            self.visible.take_sums()
         self._check_model()
         for p, total in self._totals.items():  # used by an earlier micro-batch only
             bucket, i = self._place[p]
             bucket.gradients[i] = total
-        self._totals = {}
+            if self.visible is not None:
+                self.visible.put_average(p)
+        self._totals.clear()
         if self._filling is Phase.EARLIER:  # every micro-batch ran under `no_sync`
             self._next_micro_batch()
         for others, params in self.sums:
@@ -346,7 +344,7 @@ class GradSync:
                     "renew_grad_sync() of the optimizer of msamp.initialize on every rank, after zero_grad() and before the next backward "
                     "(its add_param_group does so itself), or build a new synchronizer after changing the model"
                 )
-        past = [name for p, name in self.names.items() if p.grad is not None]
+        past = [name for p, name in self.names.items() if p.grad is not None and (self.visible is None or p not in self.visible)]
         if past:  # model.to swaps the contents of a low-precision parameter, and torch drops its hooks where no layer of msamp holds it
             raise ValueError(
                 f"the gradient of {past[0]} bypassed the gradient synchronizer and would not be averaged: it was set by hand, or "
@@ -409,8 +407,8 @@ def _owned(buckets: Sequence[Bucket]) -> dict[Tensor, list[BucketPiece]]:
 
 def _make_way(sync: "weakref.ref[GradSync]", number: int, _: Tensor) -> None:
     alive = sync()
-    if alive is not None:
-        alive.make_way(alive.params[number])
+    if alive is not None and alive.visible is not None:
+        alive.visible.make_way(alive.params[number])
 
 
 def _take(sync: "weakref.ref[GradSync]", p: Tensor) -> None:

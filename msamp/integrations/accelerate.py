@@ -105,13 +105,6 @@ class Accelerator(accelerate.Accelerator):
         params = list(parameters)
         return (clip_grad_norm_ if optimizers_of(params) else super().clip_grad_norm_)(params, max_norm, norm_type)
 
-    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Like accelerate's, for models without FP8 gradients, whose elements cannot be clipped individually."""
-        params = list(parameters)
-        for owner in optimizers_of(params):
-            owner.synchronize()
-        super().clip_grad_value_(params, clip_value)
-
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Like accelerate's: plain weights for `save_model`, and exact ones for `save_state`, which calls it without `unwrap`."""
         owners = optimizers_of(model.parameters())

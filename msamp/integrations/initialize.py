@@ -88,9 +88,8 @@ def initialize(
     to the parameter's dtype. Under `optimizer.no_sync()` nothing is cast.
 
     On several processes, the optimizer replaces DistributedDataParallel, which does not support FP8 weights. All processes start from the
-    weights and buffers of the group's first rank, send gradients during backward, and `step` uses the average over the ranks. So `p.grad`
-    is None after backward: clip with `clip_grad` or `msamp.clip_grad_norm_`. torch's `clip_grad_norm_`, and other code that reads
-    gradients, finds the average in `p.grad` only after `optimizer.synchronize()`.
+    weights and buffers of the group's first rank, send gradients during backward, and `step` uses the average over the ranks. `p.grad` is
+    that average for code that uses it between backward and step (`msamp.comm.visible_gradients`), and None afterwards.
 
     Experts (`msamp.Experts`, and those of transformers' Mixtral, OLMoE and Qwen3-MoE) become FP8 too. Each expert's matrix is then a
     separate parameter (`msamp.nn.expert_matrices`), and the optimizer's groups, names and states are divided accordingly.

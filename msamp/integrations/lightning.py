@@ -18,7 +18,6 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
@@ -34,7 +33,7 @@ _EXACT = "msamp_state_dict"
 class Strategy(DDPStrategy):
     """Lightning's DDPStrategy for a module whose `configure_optimizers` returns the optimizer of `msamp.initialize`.
 
-    `gradient_clip_val` clips the average over the processes; under ZeRO (O3) use `msamp.initialize(..., clip_grad=1.0)` instead.
+    `gradient_clip_val` clips the average over the processes.
 
     Args:
         settings: DDPStrategy's own, without DistributedDataParallel's.
@@ -43,8 +42,6 @@ class Strategy(DDPStrategy):
         ValueError: at `fit`, if there is not exactly one optimizer from `msamp.initialize`, it lacks a parameter of the module that
             requires a gradient, the precision is FP16 with loss scaling, or a callback would average weights with mismatched tensors.
     """
-
-    _accumulates = False  # whether the current backward is not the last of its step
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -105,22 +102,10 @@ class Strategy(DDPStrategy):
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Context for all micro-batches of a step but the last."""
-        self._accumulates = True
         with contextlib.ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(optimizer.no_sync())  # type: ignore[attr-defined]
-            try:
-                yield
-            finally:
-                self._accumulates = False
-
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Like Lightning's; if gradients will be clipped, write the averages to `p.grad` first."""
-        super().post_backward(closure_loss)
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.gradient_clip_val and not self._accumulates:
-            for optimizer in self.optimizers:
-                optimizer.synchronize()  # type: ignore[attr-defined]
+            yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return plain weights, from the masters. Collective under ZeRO."""

@@ -6,7 +6,7 @@ the model's parameters.
 """
 
 import contextlib
-import warnings
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -19,6 +19,7 @@ from msamp.comm.accumulate import squares_are_finite
 from msamp.comm.grad_sync import GradSync
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics.formats import FP32, Format
+from msamp.numerics.fp8_gradient import FP8Gradient
 from msamp.numerics.recipe import FP32_STATES, Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.clip import clip_, clip_coefficient
@@ -30,6 +31,7 @@ from msamp.optim.shard import Holding, Whole, gradient
 from msamp.optim.states import local, parameter_kind, weight_format
 from msamp.optim.updates import formats_of, update_of
 from msamp.parallel.data_parallel import grad_sync
+from msamp.parallel.greedy_zero import ZeRO
 
 _MARK = "_msamp_taken"  # attribute of a gradient
 _ON_FIRST_RANK = "states_on_first_rank"  # a key of the state dicts of other ranks under ZeRO
@@ -102,7 +104,8 @@ class LoopOptimizer(LowPrecisionOptimizer):
 
     _step_supports_amp_scaling = True  # read by GradScaler
     _averaged = False  # whether gradients were averaged since the last step
-    _warned = False  # whether it has warned that nothing is clipped
+    _complete = False  # whether p.grad is there for every average
+    _gathered: dict[torch.Tensor, torch.Tensor] | None = None  # averages of whole parameters under ZeRO, for who uses p.grad
     live = True  # until another optimizer of `msamp.initialize` replaces it
 
     def __init__(
@@ -110,6 +113,7 @@ class LoopOptimizer(LowPrecisionOptimizer):
     ) -> None:
         self.recipe, self.scaling, self.grad_sync, self.casts = recipe, scaling, grad_sync, BackwardCasts()
         super().__init__(params, **settings)
+        self._show_averages()
         _LIVE.add(self)
         self._attach_casts()
 
@@ -152,6 +156,11 @@ class LoopOptimizer(LowPrecisionOptimizer):
         if not isinstance(params, set) and renewed:
             self.renew_grad_sync()
         self._attach_casts()
+
+    def _show_averages(self) -> None:
+        if self.grad_sync is not None and self.grad_sync.visible is not None:
+            # A weak reference: `p.grad` leads here, where the collector does not find a cycle.
+            self.grad_sync.visible.average_of = functools.partial(_average_of, weakref.ref(self))
 
     def _attach_casts(self) -> None:
         """Cast gradients during backward if this process has whole gradients and no synchronizer takes them."""
@@ -203,6 +212,7 @@ class LoopOptimizer(LowPrecisionOptimizer):
         whole = [p for g in self.param_groups for p, own in zip(g["params"], formats_of(g), strict=True) if update_of(own).whole]
         self.grad_sync = grad_sync(model, formats, old.peers.group, whole=whole, accumulate=self.recipe.accumulator)
         self.grad_sync.steps = old.steps  # the hooks of `old` reference it weakly, so it is freed
+        self._show_averages()
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -217,14 +227,15 @@ class LoopOptimizer(LowPrecisionOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Like torch's, but also drop gradients that were already sent to other processes. If no step used the gradients, their amaxes are
         not recorded as usual (`ScalingState.abandon`). Collective if a backward has run since the last step."""
-        synchronized = [p.grad for p in self._params() if p.grad is not None] if self._averaged else []
+        synchronized = [p.grad for p in self._params() if isinstance(p.grad, FP8Gradient) and p.grad.fetched] if self._averaged else []
         finite = self._untaken() if self.grad_sync is None else self.grad_sync.discard()
-        if finite is not None and synchronized:  # `synchronize` removed them from grad_sync
-            finite = finite & squares_are_finite(synchronized, finite.device)
+        if finite is not None and synchronized:  # `average_of` removed them from grad_sync
+            finite = finite & squares_are_finite([g.held for g in synchronized], finite.device)
         if finite is not None:
             self.scaling.abandon(finite)
         super().zero_grad(set_to_none)
-        self._averaged = False
+        self._averaged = self._complete = False
+        self._gathered = None
         self._taken()
 
     def _untaken(self) -> torch.Tensor | None:
@@ -245,33 +256,73 @@ class LoopOptimizer(LowPrecisionOptimizer):
                     setattr(local(g), _MARK, _version(g))
 
     def synchronize(self) -> None:
-        """Write the gradients' average over the processes to `p.grad`, in the dtype of the parameter, for torch's `clip_grad_norm_` and
-        other code that reads gradients. Call it between the last backward of a step and `step`. Collective; without effect on one process.
+        """Average the gradients over the processes now, and put the averages into `p.grad`, in the dtype of the parameter. Call it between
+        the last backward of a step and `step`. Collective; without effect on one process.
+
+        Using `p.grad` does so too. This call is for parameters that a process's micro-batch did not use, so that `p.grad` is None there,
+        and under ZeRO for code that uses `p.grad` on one process only.
+        """
+        if self.grad_sync is None or self.grad_sync.visible is None:
+            return
+        self._average()
+        for p in self._unseen():
+            self.grad_sync.visible.put(p)
+        self._complete = True
+        if isinstance(self.shard, ZeRO) and self._gathered is None:
+            self._gathered = self.shard.gather_averages()
+
+    def average_of(self, p: torch.Tensor) -> torch.Tensor:
+        """Return the average of a parameter's gradient for who uses `p.grad`, which is the gradient of the step from then on.
 
         Raises:
-            ValueError: under ZeRO, where each process only has the averages of its own shard.
+            ValueError: if this rank has no gradient of some parameter and others have one: the loop may have passed over it.
         """
-        if self.grad_sync is None:
-            return
-        if self.grad_sync.shard:
-            raise ValueError(
-                "the optimizer is sharded (ZeRO), and each process only has the averaged gradients of its own shard; clip with "
-                "msamp.clip_grad_norm_ or msamp.initialize(..., clip_grad=1.0), or pass zero=False to initialize"
-            )
+        assert self.grad_sync is not None
         self._average()
-        for p in self.grad_sync.names:
-            average: torch.Tensor | None = p.main_grad  # type: ignore[attr-defined]
-            if average is not None:
-                p.grad, p.main_grad = average if average.dtype == p.dtype else average.to(p.dtype), None  # type: ignore[attr-defined]
+        unseen = [] if self._complete else self._unseen()
+        if unseen:
+            raise ValueError(
+                f"rank {self.grad_sync.peers.rank} has no gradient of {self.grad_sync.names[unseen[0]]}, and other ranks have one, so code "
+                "that uses p.grad would do different things on them; call optimizer.synchronize() on every rank after the last backward"
+            )
+        if isinstance(self.shard, ZeRO):
+            if self._gathered is None:
+                self._gathered = self.shard.gather_averages()
+            average = self._gathered.pop(p)
+        else:
+            average, p.main_grad = p.main_grad, None  # type: ignore[attr-defined]
+        return average if average.dtype == p.dtype else average.to(p.dtype)
+
+    def _unseen(self) -> list[torch.Tensor]:
+        """Return the parameters with an average and no gradient on this rank."""
+        assert self.grad_sync is not None
+        assert self.grad_sync.visible is not None
+        return [p for bucket in self.grad_sync.buckets for p in bucket.present() if p not in self.grad_sync.visible]
 
     def _average(self) -> None:
         if self.grad_sync is not None and not self._averaged:
             self.grad_sync.finish()
             self._averaged = True
 
+    def _average_and_edits(self) -> None:
+        """Average the gradients, and let what the loop did to `p.grad` be the gradients of the step."""
+        self._average()
+        if self.grad_sync is None or self.grad_sync.visible is None:
+            return
+        visible = self.grad_sync.visible
+        for p, seen in visible.changes():
+            if not isinstance(self.shard, ZeRO):
+                p.main_grad = None  # type: ignore[attr-defined]
+                continue
+            self.shard.replace_average(p, seen.held if isinstance(seen, FP8Gradient) else seen)
+            visible.lift(p)
+            if seen is not None:  # who uses it again gathers it again
+                visible.put(p)
+            self._gathered = None
+
     def clip(self, params: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Clip the averages of some parameters' gradients, for `clip_grad_norm_` on several processes. Collective."""
-        self._average()
+        self._average_and_edits()
         if self.shard.ranks == 1:
             return clip_([g for g in map(gradient, params) if g is not None], max_norm)
         chosen = set(params)
@@ -286,25 +337,11 @@ class LoopOptimizer(LowPrecisionOptimizer):
 
     def ready(self) -> list[Holding]:
         """Like the base class's, with the gradients' average over the processes. Collective."""
-        self._average()
+        self._average_and_edits()
         return super().ready()
-
-    def _tell_of_clipping(self) -> None:
-        assert self.grad_sync is not None
-        if self.clip_grad is None and not self._averaged and not self._warned and self.grad_sync.peers.rank == 0:
-            warnings.warn(
-                f"the gradients of {self.grad_sync.peers.ranks} processes are averaged in step(), and before it p.grad is None: torch's "
-                "clip_grad_norm_ would clip nothing. To clip, use msamp.initialize(..., clip_grad=1.0) or msamp.clip_grad_norm_, or call "
-                "optimizer.synchronize() before torch's; clip_grad=float('inf') disables clipping and this warning",
-                stacklevel=5,
-            )
-        self._warned = True
 
     def update(self) -> None:
         """Average the gradients over the processes, run the base class's update, and compute the next scales of the casts."""
-        if self.grad_sync is not None:
-            self._tell_of_clipping()
-        self._average()
         self._attach_casts()  # a parameter may have been unfrozen
         given, factor = self.loss_scale, getattr(self, "grad_scale", None)
         if factor is not None and given is not None:
@@ -321,8 +358,9 @@ class LoopOptimizer(LowPrecisionOptimizer):
             self.grad_sync.decided(self.usable)
             self.grad_sync.clear()
             for p in self.grad_sync.names:
-                p.grad = None  # an average from synchronize, to which the next backward would add
-            self._averaged = False
+                p.grad = None  # an average that was used, to which the next backward would add
+            self._averaged = self._complete = False
+            self._gathered = None
         self._taken()
 
     def decide(self, ready: Sequence[Holding]) -> GradientDecision:
@@ -331,16 +369,6 @@ class LoopOptimizer(LowPrecisionOptimizer):
         if found_inf is None:
             return super().decide(ready)
         if not isinstance(found_inf, torch.Tensor):  # a sum over no gradients
-            if self.grad_sync is not None and self.grad_sync.shard:
-                raise ValueError(
-                    "the optimizer is sharded (ZeRO), and GradScaler finds no gradient in p.grad; pass zero=False to msamp.initialize and "
-                    "call optimizer.synchronize() before scaler.unscale_(optimizer) or scaler.step(optimizer)"
-                )
-            if self.grad_sync is not None:
-                raise ValueError(
-                    "GradScaler found no gradient: on several processes p.grad is None until gradients are averaged; call "
-                    "optimizer.synchronize() before scaler.unscale_(optimizer) or scaler.step(optimizer)"
-                )
             found_inf = torch.tensor(float(found_inf), dtype=torch.float32, device="cpu")
         decision = super().decide(ready)
         found_inf = found_inf.to(decision.usable.device, torch.float32, copy=True)
@@ -375,6 +403,13 @@ class LoopOptimizer(LowPrecisionOptimizer):
             )
         own = {"recipe": self.recipe, "scaling": self.scaling, "grad_sync": None, "taken": [_is_taken(p) for p in self._params()]}
         return {**super().__getstate__(), **own, "untaken": self._untaken()}
+
+
+def _average_of(optimizer: "weakref.ref[LoopOptimizer]", p: torch.Tensor) -> torch.Tensor:
+    alive = optimizer()
+    if alive is None:
+        raise ValueError("the optimizer of this gradient no longer exists; keep a reference to it while its model is trained")
+    return alive.average_of(p)
 
 
 def _is_taken(p: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""FP8Gradient: what `p.grad` is after a backward whose gradient was cast to FP8.
+"""FP8Gradient: what `p.grad` is after a backward whose gradient was cast to FP8, or is still to be averaged over several processes.
 
 A gradient in FP8 takes half the bytes of a BF16 one. A loop may do anything to `p.grad`: read it, clip it, slice it, overwrite it through
 a view, accumulate a second backward into it. So this tensor has the dtype of its parameter and is stored in one of two forms:
@@ -6,6 +6,9 @@ a view, accumulate a second backward into it. So this tensor has the dtype of it
 - narrow, a ScalingTensor: an FP8 payload and one scale. Multiplying by one number (clipping, GradScaler) changes the scale, and no element
   is rounded. Zeroing keeps this form too.
 - wide, a plain tensor of the parameter's dtype, from the first other write on. Summing in E4M3 would lose most of each small gradient.
+
+On several processes the values are fetched when they are first used, and nothing is computed if they are not
+(`msamp.comm.visible_gradients`).
 
 All aliases of one gradient (`p.grad.detach()`, `p.grad.data`, views) share one `_Cell`, so a write through any of them reaches `p.grad`. A
 view remembers how it was taken: a read takes the view of the dequantized values, a write takes it of the wide form. Operations return plain
@@ -39,17 +42,35 @@ class _Cell:
     """The state that all aliases of one gradient share.
 
     Attributes:
-        held: the values, a ScalingTensor (narrow) or a plain tensor (wide).
-        narrow_dtype: of the payload of the narrow form.
+        held: the values, a ScalingTensor (narrow) or a plain tensor (wide); fetched when they are first used.
+        fetched: whether `held` exists.
+        narrow_dtype: of the payload of the narrow form, which zeroing restores; None leaves a wide gradient wide.
         zeroed: whether nothing but zeros has been stored since the last cast, apart from what one backward may have added.
+        edited: whether the gradient was written to.
     """
 
-    __slots__ = ("held", "narrow_dtype", "zeroed")
+    __slots__ = ("_held", "edited", "fetch", "narrow_dtype", "zeroed")
 
-    def __init__(self, held: ScalingTensor) -> None:
-        self.held: torch.Tensor = held
-        self.narrow_dtype = held.payload.dtype
-        self.zeroed = False
+    def __init__(self, held: ScalingTensor | None, fetch: Callable[[], torch.Tensor] | None = None) -> None:
+        self._held: torch.Tensor | None = held
+        self.fetch = fetch
+        self.narrow_dtype = None if held is None else held.payload.dtype
+        self.zeroed = self.edited = False
+
+    @property
+    def fetched(self) -> bool:
+        return self._held is not None
+
+    @property
+    def held(self) -> torch.Tensor:
+        if self._held is None:
+            assert self.fetch is not None
+            self._held = self.fetch()
+        return self._held
+
+    @held.setter
+    def held(self, held: torch.Tensor) -> None:
+        self._held = held
 
     def widen(self) -> None:
         if isinstance(self.held, ScalingTensor):
@@ -57,15 +78,16 @@ class _Cell:
 
     def written(self) -> None:
         """Increment the version of a wide form, which torch does not do below autograd. A ScalingTensor increments its own."""
+        self.edited = True
         if not isinstance(self.held, ScalingTensor):
             torch.autograd.graph.increment_version([self.held])
 
     def zero_(self) -> None:
-        if not isinstance(self.held, ScalingTensor):
+        if not isinstance(self.held, ScalingTensor) and self.narrow_dtype is not None:
             payload = torch.empty(self.held.shape, dtype=self.narrow_dtype, device=self.held.device)
             self.held = ScalingTensor(payload, payload.new_ones((), dtype=torch.float32), self.held.dtype)
         self.held.zero_()
-        self.zeroed = True
+        self.zeroed = self.edited = True
 
 
 class FP8Gradient(torch.Tensor):
@@ -90,6 +112,13 @@ class FP8Gradient(torch.Tensor):
         return gradient  # type: ignore[no-any-return]
 
     @classmethod
+    def awaited(cls, p: torch.Tensor, fetch: Callable[[], torch.Tensor]) -> FP8Gradient:
+        """A gradient of `p` whose values `fetch` returns when they are first used: contiguous, a ScalingTensor or plain, in p's dtype."""
+        gradient = torch.Tensor._make_wrapper_subclass(cls, p.shape, dtype=p.dtype, device=p.device)
+        gradient._cell, gradient._views = _Cell(None, fetch), ()
+        return gradient  # type: ignore[no-any-return]
+
+    @classmethod
     def _alias(cls, cell: _Cell, like: torch.Tensor, views: tuple[View, ...]) -> FP8Gradient:
         """An alias of a cell in the shape, strides and dtype of `like`."""
         alias = torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=cell.held.device)
@@ -100,6 +129,20 @@ class FP8Gradient(torch.Tensor):
     def held(self) -> torch.Tensor:
         """The gradient as it is stored, a ScalingTensor or a plain tensor, which the optimizer reads. Do not call it on a view."""
         return self._cell.held
+
+    @property
+    def fetched(self) -> bool:
+        """Whether the values have been used; always, but for `awaited` gradients."""
+        return self._cell.fetched
+
+    @property
+    def edited(self) -> bool:
+        """Whether the gradient, or an alias of it, was written to."""
+        return self._cell.edited
+
+    def expire(self, error: Callable[[], torch.Tensor]) -> None:
+        """Call `error` instead of fetching values, from now on."""
+        self._cell.fetch = error
 
     @property
     def was_zeroed(self) -> bool:
@@ -152,6 +195,8 @@ class FP8Gradient(torch.Tensor):
         return self.dequantize().tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if not self.fetched:
+            return f"FP8Gradient(awaited, shape={tuple(self.shape)}, as {self.dtype})"
         return f"FP8Gradient({self._cell.held!r})" if not self._views else f"FP8Gradient({self.dequantize()!r})"
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:

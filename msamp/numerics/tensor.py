@@ -169,13 +169,13 @@ class ScalingTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> ScalingTensor:
         """A copy that shares no memory with this tensor. A parameter's has no gradient, as the copy of any torch.nn.Parameter: otherwise
         the copy of a model would have the gradients of its FP8 weights but not of its biases."""
-        g, known = self.grad, id(self.grad) in memo
-        copied: ScalingTensor = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
-        if g is not None and isinstance(self, torch.nn.Parameter):
-            copied.grad = None
-            if not known:
-                memo.pop(id(g), None)
-        return copied
+        if not isinstance(self, torch.nn.Parameter):
+            return super().__deepcopy__(memo)  # type: ignore[no-untyped-call, no-any-return]
+        g, self.grad = self.grad, None
+        try:
+            return super().__deepcopy__(memo)  # type: ignore[no-untyped-call, no-any-return]
+        finally:
+            self.grad = g
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # An FP8 payload is pickled as bytes: plain pickle does not support float8 storage.

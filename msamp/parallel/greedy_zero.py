@@ -39,6 +39,7 @@ from msamp.comm.bucket import Bucket, BucketPiece, as_bytes
 from msamp.comm.collectives import Peers
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.grad_cast import GradCast
 from msamp.optim.shard import Holding
 from msamp.optim.states import begun, is_scaled, payload, scale_inv, view_of_rows
 from msamp.optim.updates import formats_of, kept_states, update_of
@@ -80,6 +81,7 @@ class ZeRO:
             raise ValueError("the gradient synchronizer was built without sharding; build it with shard=True, or leave out shard=ZeRO(...)")
         self.sync = sync
         self.gathers = True
+        self._grad_cast = GradCast()
         self._views: dict[BucketPiece, tuple[torch.Tensor, slice | None]] = {}
         self._columns: list[tuple[Peers, torch.Tensor]] | None = None
         self._device = next(iter(sync.names)).device
@@ -181,6 +183,45 @@ class ZeRO:
 
     def total(self, table: torch.Tensor) -> torch.Tensor:
         return self._combine(table, 0, dist.ReduceOp.SUM, "the gradient norm")
+
+    def gather_averages(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Return the averaged gradients of whole parameters, in the formats in which they are sent, for code that uses `p.grad`;
+        collective."""
+        averages: dict[torch.Tensor, torch.Tensor] = {}
+        for bucket in self.sync.buckets:
+            dtype, present = bucket.format.dtype, bucket.present()
+            parts = [torch.zeros(0, dtype=torch.uint8, device=self._device)]
+            for piece in bucket.owned:
+                if piece.index not in bucket.absent:
+                    g = torch.zeros(piece.elements, dtype=dtype, device=self._device) if piece.grad is None else piece.grad  # dropped
+                    inv = scale_inv(g)
+                    parts.append(as_bytes(payload(g).reshape(-1)))
+                    if bucket.format.scaled:
+                        parts.append(as_bytes(torch.ones(1, device=self._device) if inv is None else inv.view(1)))
+            whole = {p: (torch.empty(p.shape, dtype=dtype, device=p.device), torch.empty(1, device=p.device)) for p in present}
+            kept = [piece for piece in bucket.pieces if bucket.params[piece.index] in whole]
+            peers, extra = self.sync.peers_of(bucket), 4 if bucket.format.scaled else 0
+            sizes = [sum(piece.elements * dtype.itemsize + extra for piece in kept if piece.owner == rank) for rank in range(peers.ranks)]
+            flat, start = peers.all_gather(torch.cat(parts), sizes, f"the averaged gradients of {bucket}"), 0
+            for piece in kept:
+                values, inv = whole[bucket.params[piece.index]]
+                target = _rows(values, piece)
+                end = start + target.nbytes
+                target.copy_(flat[start:end].view(dtype).view(target.shape))
+                if extra:
+                    inv.copy_(flat[end : end + extra].clone().view(torch.float32))  # copied first, to be aligned
+                start = end + extra
+            averages |= {p: ScalingTensor(x, inv.view(()), p.dtype) if extra else x for p, (x, inv) in whole.items()}
+        return averages
+
+    def replace_average(self, p: torch.Tensor, average: torch.Tensor | None) -> None:
+        """Let this whole gradient, the same on all ranks, be the parameter's average in this step; None drops it."""
+        fmt = self.sync.bucket_of(p).format
+        if average is not None and not (isinstance(average, ScalingTensor) and average.format == fmt):
+            (average,) = self._grad_cast([average.detach()], fmt)
+        for piece in self.sync.owned(p):
+            cut = p.dim() > 0 and piece.rows != p.shape[0]
+            piece.grad = view_of_rows(average, slice(piece.row, piece.row + piece.rows)) if cut and average is not None else average
 
     def send_weights(self, scale_invs: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Set the scales of the new weights, and all-gather the weights, bucket by bucket, unless inside `deferring`."""

@@ -69,11 +69,9 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(level: str, tmp_path: Pa
 
 def several(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = trains("O3", folder)
-    (optimizer,) = run(Module(), 1, folder, gradient_clip_val=1e-3).optimizers
-    found["clipped"] = float(optimizer.grad_norm)
-    with pytest.raises(ValueError, match=r"ZeRO.*clip_grad=1\.0") as caught:
-        run(Module("O3"), 1, folder, gradient_clip_val=1e-3)
-    found["zero"] = str(caught.value)
+    for level in ("O2", "O3"):  # the second under ZeRO
+        (optimizer,) = run(Module(level), 1, folder, gradient_clip_val=1e-3).optimizers
+        found[f"clipped at {level}"] = float(optimizer.grad_norm)
     for callback in (StochasticWeightAveraging(1e-2, swa_epoch_start=1), WeightAveraging()):
         module = Module("O3")
         run(module, 2, folder, callbacks=[callback])
@@ -87,11 +85,11 @@ def test_two_processes_train_save_resume_clip_and_average(tmp_path: Path):
     for rank in (first, second):
         assert rank["parts"] == rank["whole"]
         assert all(a.equal(b) for a, b in zip(rank["weights"], rank["resumed"], strict=True))
-        assert rank["clipped"] == pytest.approx(1e-3, rel=0.05)
+        assert rank["clipped at O2"] == pytest.approx(1e-3, rel=0.05)
+        assert rank["clipped at O3"] == pytest.approx(1e-3, rel=0.05)
     assert first["whole"] != second["whole"]
     for same in ("weights", "StochasticWeightAveraging", "WeightAveraging"):
         assert all(a.equal(b) for a, b in zip(first[same], second[same], strict=True))
-    assert "each process only has the averaged gradients of its own shard" in first["zero"]
 
 
 class TwoParts(Module):

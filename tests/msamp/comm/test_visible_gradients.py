@@ -1,4 +1,4 @@
-"""Marks in `p.grad` show when a gradient was cleared; nothing is left of them afterwards."""
+"""What is done to `p.grad` under `no_sync` is done to the sum; nothing is left of what showed it."""
 
 import copy
 import gc
@@ -6,47 +6,12 @@ import pickle
 import warnings
 import weakref
 
-import pytest
 import torch
 from torch import nn
 
 from helpers.numerics import make
-from msamp.comm.accumulate import GradMarks
-from msamp.numerics.formats import BF16, E4M3, FP32
-from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.formats import BF16, FP32
 from msamp.parallel.data_parallel import grad_sync
-
-
-def parameters() -> dict[str, nn.Parameter]:
-    return {
-        "fp32": nn.Parameter(make("normal", (4, 8))),
-        "bf16": nn.Parameter(make("normal", (8,)).bfloat16()),
-        "fp8": nn.Parameter(ScalingTensor.quantize(make("normal", (4, 8)), E4M3)),
-        "empty": nn.Parameter(torch.zeros(0, 3)),
-    }
-
-
-every_kind = pytest.mark.parametrize("kind", list(parameters()))
-
-
-@every_kind
-def test_what_clears_gradients_is_noticed(kind):
-    p, marks = parameters()[kind], GradMarks()
-    module = nn.ParameterList([p])
-    for clear in (module.zero_grad, torch.optim.SGD([p]).zero_grad, lambda: setattr(p, "grad", None)):
-        marks.put(p)
-        clear()
-        assert marks.lift(p)
-        assert p.grad is None
-    for clear in (module.zero_grad, torch.optim.SGD([p], foreach=True).zero_grad):
-        marks.put(p)
-        clear(set_to_none=False)
-        assert marks.lift(p) == (p.numel() > 0)
-        assert p.grad is None
-    marks.put(p)
-    p.grad = own = torch.zeros(p.shape, dtype=p.dtype)
-    assert marks.lift(p)
-    assert p.grad is own
 
 
 def layer_and_sync():
@@ -92,3 +57,30 @@ def test_copies_files_and_the_collector_do_not_meet_the_hooks():
     del layer, sync, other
     gc.collect()
     assert gone() is None
+
+
+def test_sums_are_read_edited_and_replaced_where_they_are():
+    layer, sync = layer_and_sync()
+    x = make("normal", (5, 4)).bfloat16().float()
+    with sync.no_sync():
+        layer(x).sum().backward()
+        untouched = layer.bias.grad
+        assert layer.weight.grad.allclose(x.sum(0).expand(3, 4), rtol=0.01)
+        layer.weight.grad[0] = 0.0
+        layer.bias.grad = layer.bias.grad * 2
+        layer(x).sum().backward()
+        torch.autograd.grad(layer(x).sum(), layer.weight)  # p.grad is there afterwards
+        layer.weight.grad.mul_(0.5)
+    kept = layer.weight.grad
+    sync.finish()
+    assert untouched.equal(torch.full((3,), 5.0))
+    assert layer.bias.main_grad.equal(torch.full((3,), 15.0))
+    want = x.sum(0) * torch.tensor([[0.5], [1.0], [1.0]])
+    assert layer.weight.main_grad.float().allclose(want, rtol=0.02, atol=0.02)
+    assert kept.fetched
+    sync.clear()
+    with sync.no_sync():
+        layer(x).sum().backward()
+    layer.weight.grad = layer.weight.grad * 3  # replaced after the last backward
+    sync.finish()
+    assert layer.weight.main_grad.float().allclose(3 * x.sum(0).expand(3, 4), rtol=0.02, atol=0.02)
