@@ -23,7 +23,7 @@ from msamp.numerics.fp8_gradient import FP8Gradient
 from msamp.numerics.recipe import FP32_STATES, Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.clip import clip_, clip_coefficient
-from msamp.optim.decision import GradientDecision
+from msamp.optim.decision import GradientDecision, GradScale
 from msamp.optim.foreign_states import in_own_formats, packed_names, unpacked_names
 from msamp.optim.grad_cast import BackwardCasts
 from msamp.optim.optimizer import LowPrecisionOptimizer
@@ -59,24 +59,6 @@ class NoDistributedDataParallel:
             "model without a wrapper, with optimizer.no_sync(); with accelerate use msamp.integrations.accelerate.Accelerator, and instead "
             "of transformers' Trainer msamp.integrations.transformers.Trainer"
         )
-
-
-class GradScale:
-    """The `grad_scale` of torch's GradScaler as the optimizer's loss scale.
-
-    Args:
-        factor: FP32 0-dim, the loss scale.
-    """
-
-    def __init__(self, factor: torch.Tensor) -> None:
-        self.factor = factor
-
-    def scale(self, device: torch.device) -> torch.Tensor:
-        """Return the factor on `device`."""
-        return self.factor.to(device, torch.float32)
-
-    def update(self, overflow: torch.Tensor) -> None:
-        """Do nothing: GradScaler tracks overflows itself."""
 
 
 class LoopOptimizer(LowPrecisionOptimizer):

@@ -28,6 +28,24 @@ class LossScale(Protocol):
         """Adapt the loss scale after a step. `overflow`: bool 0-dim on the device, whether its gradients were not finite."""
 
 
+class GradScale:
+    """The `grad_scale` of torch's GradScaler as the optimizer's loss scale.
+
+    Args:
+        factor: FP32 0-dim, the loss scale.
+    """
+
+    def __init__(self, factor: torch.Tensor) -> None:
+        self.factor = factor
+
+    def scale(self, device: torch.device) -> torch.Tensor:
+        """Return the factor on `device`."""
+        return self.factor.to(device, torch.float32)
+
+    def update(self, overflow: torch.Tensor) -> None:
+        """Do nothing: GradScaler tracks overflows itself."""
+
+
 @dataclass(frozen=True)
 class GradientDecision:
     """The decision on a step.
