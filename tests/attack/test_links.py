@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from helpers import checkpoints, tiny
-from megatron.lm.checkpoint.files.folder import marked_iteration
-from megatron.lm.checkpoint.files.lock import LOCK_FILE
+from megatron.lm.checkpoint.files.folder import LOCK_FILE, marked_iteration
 from megatron.lm.config import DataConfig
 from megatron.lm.data.preprocessing.indexing import EncodeOptions, write_datasets
 from megatron.lm.data.preprocessing.inputs import Document

@@ -12,7 +12,6 @@ rng/NUMBER/...                states of a rank's random generators
 import datetime
 from collections.abc import Collection, Iterator, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,10 +29,6 @@ from megatron.lm.processes.grid import Grid, Ranks
 from megatron.lm.training.state import Training
 from msamp.optim.states import Stored, as_stored, group_numbers, payload, scale_inv, weight_format
 from msamp.optim.updates import MASTER, WEIGHT, remainders, update_of
-
-FIRST_TOKEN_APART = "first token apart"  # how FP8 attention computes (`msamp.nn.fp8_attention`), as checkpoints name it
-SAVED = (("precision", "attention_precision"), ("model", "seq_length"))
-LONG = 4096  # tokens from which FP8 attention without it shrank its output noticeably
 
 
 def at(key: str, offset: Sequence[int]) -> str:
@@ -56,7 +51,6 @@ def description(config: Config, vocab_size: int, processes: int) -> dict[str, An
         "processes": processes,
         "config": config_to_dict(config),
         "vocab_size": vocab_size,
-        "fp8_attention": FIRST_TOKEN_APART,
         "loss_scale": None,
         **dict.fromkeys(("iteration", "consumed_samples", "passed_over", "skipped_steps", "grad_sync_steps", "schedule_steps"), 0),
     }
@@ -175,33 +169,14 @@ def _rng_items(grid: Grid) -> Iterator[Item]:
         yield Item.whole(f"rng/{rng.own_number(grid)}/{name}", value)
 
 
-def shrinking_attention(info: dict[str, Any], folder: Path) -> str | None:
-    """Return a line about a checkpoint whose FP8 attention shrank its output with the length of the sequence; None for any other.
-
-    Args:
-        info: contents of its `checkpoint.json`.
-        folder: that contains it.
-    """
-    precision, tokens = (info["config"].get(section, {}).get(name) for section, name in SAVED)
-    if precision != "fp8" or (tokens or 0) < LONG or info.get("fp8_attention") == FIRST_TOKEN_APART:
-        return None
-    return (
-        f"warning: {folder} was trained on {tokens} tokens with an FP8 attention whose output was too small for long "
-        "sequences (7 % at 8,192 tokens where values have a mean of half their deviation); today's keeps its size. To see whether the "
-        f"weights depend on it, compare the validation loss of --load {folder} --attention-precision bf16"
-    )
-
-
-def print_changes(info: dict[str, Any], was: Config, now: Config, folder: Path, requantised: Collection[str]) -> None:
+def print_changes(info: dict[str, Any], was: Config, now: Config, requantised: Collection[str]) -> None:
     """Print, on rank 0, in what a resumed run differs from the one that wrote the checkpoint.
 
     Args:
-        info, was, folder: contents of `checkpoint.json`, settings, and folder of the checkpoint.
+        info, was: contents of `checkpoint.json`, and settings of the checkpoint.
         now: settings of the resumed run.
         requantised: names of the tensors whose bits changed.
     """
-    if (warning := shrinking_attention(info, folder)) is not None:
-        print(warning, flush=True)
     changed = [f"precision {was.precision.name} -> {now.precision.name}"] if was.precision.name != now.precision.name else []
     for name in (*AXES.values(), "num_layers_per_virtual_pipeline_stage"):
         before, after = getattr(was.parallel, name), getattr(now.parallel, name)

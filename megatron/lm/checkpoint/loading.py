@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron.lm.checkpoint import rng
 from megatron.lm.checkpoint.content import at, print_changes
 from megatron.lm.checkpoint.files import non_persistent
-from megatron.lm.checkpoint.files.folder import INFO_FILE, check_files, no_checkpoint, read_info
+from megatron.lm.checkpoint.files.folder import INFO_FILE, check_files, first_complete, no_checkpoint, read_info
 from megatron.lm.checkpoint.files.storage import Stored
 from megatron.lm.checkpoint.files.versions import check_info, check_sizes
 from megatron.lm.checkpoint.foreign import megatron
@@ -143,7 +143,7 @@ def load(training: Training) -> None:
     _apply(training, taken, saved)
     if not settings.finetune:
         if dist.get_rank() == 0:
-            print_changes(saved.info, saved.config, training.config, saved.folder, taken.requantised)
+            print_changes(saved.info, saved.config, training.config, taken.requantised)
         if dist.get_rank() == 0 and not taken.with_states and not settings.no_load_optim and saved.info["iteration"]:
             print(f"{saved.folder} was saved with --no-save-optim: the optimizer's state is initialized", flush=True)
 
@@ -385,46 +385,43 @@ def _schedule_place(training: Training, saved: SavedCheckpoint) -> int:
     return steps * (info["consumed_samples"] // info["iteration"])  # type: ignore[no-any-return]
 
 
-def saved_precision(config: Config) -> PrecisionConfig | None:
-    """Return the precision settings of the run that `config` resumes; None if there is none, or it is Megatron-LM's. Raise a ValueError for
-    a damaged checkpoint."""
-    saved = _resumed(config)
-    return None if saved is None or is_foreign(saved) else _own_config(saved).precision
+def newest(settings: CheckpointConfig) -> Path:
+    """Return the checkpoint that a run with these settings loads first; ValueError if there is none."""
+    assert settings.load is not None
+    offered = non_persistent.candidates_of(settings)
+    if offered.folders and is_foreign(offered.folders[0]):
+        return offered.folders[0]
+    return first_complete(Path(settings.load), settings.ckpt_step, offered)[0]
 
 
 def saved_config(config: Config) -> Config | None:
     """Return the settings of the run that `config` resumes, or None; for Megatron-LM from `foreign.megatron.configuration`. Raise a
     ValueError for a damaged checkpoint."""
-    saved = _resumed(config)
-    if saved is None or not is_foreign(saved):
-        return None if saved is None else _own_config(saved)
-    return megatron.configuration(saved, read_common(saved), config)
-
-
-def _own_config(folder: Path) -> Config:
-    config = config_from_dict(read_info(folder)["config"])
+    if config.checkpoint.load is None or config.checkpoint.finetune:
+        return None
+    folder = newest(config.checkpoint)
+    if is_foreign(folder):
+        return megatron.configuration(folder, read_common(folder), config)
+    saved = config_from_dict(read_info(folder)["config"])
     try:
-        check_sizes(config)
+        check_sizes(saved)
     except ValueError as problem:
         raise ValueError(f"{folder} {problem}") from None
-    return config
+    return saved
 
 
-def _resumed(config: Config) -> Path | None:
-    settings = config.checkpoint
-    if settings.load is None or settings.finetune:
-        return None
-    offered = non_persistent.candidates_of(settings).folders
-    if offered and is_foreign(offered[0]):
-        return offered[0]
-    return non_persistent.newest(settings)
+def saved_precision(config: Config) -> PrecisionConfig | None:
+    """Return the precision settings of the run that `config` resumes; None if there is none, or it is Megatron-LM's. Raise a ValueError for
+    a damaged checkpoint."""
+    saved = saved_config(config)
+    return None if saved is None or is_foreign(newest(config.checkpoint)) else saved.precision
 
 
 def saved_settings(settings: CheckpointConfig) -> Saved:
     """Return the settings of the checkpoint in `--load`, by section, converted from Megatron-LM's arguments if needed; raise a ValueError
     if it cannot be read."""
-    offered = non_persistent.candidates_of(settings).folders
-    if offered and is_foreign(offered[0]):
-        return megatron.settings(megatron.arguments(read_common(offered[0])))
-    saved: Saved = read_info(non_persistent.newest(settings))["config"]
+    folder = newest(settings)
+    if is_foreign(folder):
+        return megatron.settings(megatron.arguments(read_common(folder)))
+    saved: Saved = read_info(folder)["config"]
     return saved

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from megatron.lm.checkpoint.files import non_persistent, storage
 from megatron.lm.checkpoint.files.folder import (
     digest_entries,
     iteration_folder,
+    locked,
     new_partial_folder,
     partial_folder,
     prune,
@@ -28,7 +29,6 @@ from megatron.lm.checkpoint.files.folder import (
     write_info,
 )
 from megatron.lm.checkpoint.files.index import PLAN_FILE
-from megatron.lm.checkpoint.files.lock import FolderLock, locked
 from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.checkpoint.foreign import write_torch_dist
 from megatron.lm.checkpoint.megatron_content import MegatronContent
@@ -39,13 +39,11 @@ from megatron.lm.training.state import Training
 NAMED = 3  # problems that `checkpoint.json` names at most
 
 
-@dataclasses.dataclass
-class CheckpointRoot:
-    """A folder in which a run saves: `keep_last` as the flag; `lock`: rank 0's, while a `Saver` is active."""
+class CheckpointRoot(NamedTuple):
+    """A folder in which a run saves; `keep_last` as the flag."""
 
     folder: Path
     keep_last: int | None
-    lock: FolderLock | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +80,6 @@ class Snapshot:
         partial, rank, ranks = partial_folder(folder), dist.get_rank(), dist.get_world_size()
 
         def make_folder() -> None:
-            if root.lock is not None:
-                root.lock.check()
             if rank == 0:
                 new_partial_folder(folder)
 
@@ -100,8 +96,6 @@ class Snapshot:
         def finish() -> None:
             if rank == 0:
                 write_info(partial, self.info | {"files": {name: entry for part in parts for name, entry in part.items()}})
-                if root.lock is not None:
-                    root.lock.check()
                 publish(folder, mark=health_problem(self.info) is None)
                 if root.keep_last is not None:
                     prune(folder, root.keep_last)
@@ -173,7 +167,7 @@ class Saver:
         def lock() -> None:
             if dist.get_rank() == 0:
                 for root in roots:
-                    root.lock = self._held.enter_context(locked(root.folder))
+                    self._held.enter_context(locked(root.folder))
                     refuse_other_run(root.folder, self.training.run)
                 for root in roots:
                     for line in tidy(root.folder):
@@ -205,8 +199,7 @@ class Saver:
         self.finish()
 
         def forget() -> None:
-            if self.non_persistent is not None and self.non_persistent.lock is not None:
-                self.non_persistent.lock.check()
+            if self.non_persistent is not None and dist.get_rank() == 0:
                 for line in non_persistent.forget(self.non_persistent.folder, self.training.iteration):
                     print(line, flush=True)
 

@@ -11,11 +11,14 @@ is damaged, the next older healthy one of the same run is loaded; if the marker 
 the newest one.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +28,7 @@ from megatron.lm.config import LATEST_CHECKPOINT_FILE
 from megatron.lm.shell.files import flush, read_text, to_write, written_aside
 from megatron.lm.training.run_record import Run, health_problem, run_name, run_of
 
-INFO_FILE = "checkpoint.json"
+INFO_FILE, LOCK_FILE = "checkpoint.json", ".lock"
 RELEASE = "release"
 _NAME = re.compile(r"iter_(\d{7,})(\.replaced)?")
 _BLOCK = 2**22
@@ -219,7 +222,7 @@ def _judged(offered: Sequence[tuple[int, Path]], unhealthy: bool) -> Candidates:
             folders.append(path)
             continue
         problem = health_problem(info)
-        if first is not None and not _one_run(first, info):
+        if first is not None and not one_run(first, info):
             remarks.append(f"passed over: {path} is a checkpoint of another run")
         elif problem is not None and not unhealthy:
             remarks.append(f"passed over: {path} is unhealthy: {problem} (--ckpt-step {number} --load-unhealthy loads it)")
@@ -229,7 +232,7 @@ def _judged(offered: Sequence[tuple[int, Path]], unhealthy: bool) -> Candidates:
     return Candidates(folders, remarks)
 
 
-def _one_run(newer: dict[str, Any], older: dict[str, Any]) -> bool:
+def one_run(newer: dict[str, Any], older: dict[str, Any]) -> bool:
     """Return whether two checkpoints are of the same run, from their `checkpoint.json`."""
     run = run_of(newer)
     return run_of(older) is None if run is None else run.holds(older)
@@ -294,20 +297,13 @@ def first_complete(root: Path, iteration: int | None, offered: Candidates) -> tu
 
 def no_checkpoint(root: Path, iteration: int | None, remarks: list[str]) -> ValueError:
     """Return the error to raise if no checkpoint of `candidates` can be loaded, with the remarks on each."""
-    marker, marked = root / LATEST_CHECKPOINT_FILE, marked_iteration(root)
-    if iteration is not None and not remarks:
-        return ValueError(f"{root} has no checkpoint of iteration {iteration}; it has {_held(root)}")
-    if iteration is None and marked is not None and not any(number <= marked for number, _ in _numbered(root)):
-        return ValueError(f"{marker} names iteration {marked}, which is missing; {root} has {_held(root)}")
+    held = ", ".join(str(number) for number in sorted({number for number, _ in _numbered(root)}))
     if remarks:
         problems = "; ".join(text.removeprefix("passed over: ") for text in remarks)
         return ValueError(f"{root} has no complete healthy checkpoint: {problems}. Restore one, or choose another --load")
-    return ValueError(f"{root} holds no checkpoint: {marker} is missing or invalid; set --load to the folder of an earlier --save")
-
-
-def _held(root: Path) -> str:
-    numbers = sorted({number for number, _ in _numbered(root)})
-    return f"iterations {', '.join(map(str, numbers))} (choose one with --ckpt-step)" if numbers else "none"
+    if held:
+        return ValueError(f"{root} has no checkpoint of iteration {iteration}; it has iterations {held} (choose one with --ckpt-step)")
+    return ValueError(f"{root} holds no checkpoint: set --load to the folder of an earlier --save")
 
 
 def publish(folder: Path, *, mark: bool = True) -> None:
@@ -349,7 +345,7 @@ def prune(newest: Path, keep: int) -> None:
             info: dict[str, Any] | None = read_info(path)
         except ValueError:
             info = None
-        if info is None or _one_run(last, info):
+        if info is None or one_run(last, info):
             checkpoints.append((number, path.suffix == "", info is not None and health_problem(info) is None, path))
     checkpoints.sort()
     newest_healthy = [path for _, _, is_healthy, path in checkpoints if is_healthy][-1:]
@@ -375,3 +371,28 @@ def tidy(root: Path) -> list[str]:
         _mark(folder)
         said.append(f"rewrote {root / LATEST_CHECKPOINT_FILE} with iteration {iteration_of(folder)}")
     return said
+
+
+@contextlib.contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Lock a folder of checkpoints against other jobs during the block; a kill releases the lock too.
+
+    Raises:
+        ValueError: if another job saves there, with its host and process; or if the folder cannot be written.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        stream = to_write(root / LOCK_FILE)
+    except OSError as error:
+        raise ValueError(f"--save {root} cannot be written ({error.strerror}): choose another folder, or change its permissions") from None
+    with stream:
+        try:
+            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not inherited by data loader forks, which outlive a kill
+        except BlockingIOError:
+            holder = stream.read().decode("utf-8", "replace") or "another job"
+            raise ValueError(
+                f"--save {root} is in use by {holder}; two jobs in one folder would lose checkpoints: stop it, or choose another --save"
+            ) from None
+        stream.truncate(0)
+        stream.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield

@@ -14,15 +14,14 @@ from megatron.lm.checkpoint.files.folder import (
     Candidates,
     candidates,
     exists,
-    first_complete,
     iteration_of,
+    one_run,
     owner,
     remove,
     sealed_info,
     tidy,
 )
 from megatron.lm.config import LATEST_CHECKPOINT_FILE, CheckpointConfig
-from megatron.lm.training.run_record import run_of
 
 
 def folder_of(settings: CheckpointConfig, root: str | Path) -> Path | None:
@@ -65,17 +64,9 @@ def candidates_of(settings: CheckpointConfig) -> Candidates:
 def _is_of(run: dict[str, Any], folder: Path) -> bool:
     """Return whether a checkpoint is of `run`, or cannot be read, which loading it reports."""
     try:
-        info = sealed_info(folder)
+        return one_run(run, sealed_info(folder))
     except ValueError:
         return True
-    known = run_of(run)
-    return run_of(info) is None if known is None else known.holds(info)
-
-
-def newest(settings: CheckpointConfig) -> Path:
-    """Return the first of `candidates_of` that looks complete; raise a ValueError if there is none."""
-    assert settings.load is not None
-    return first_complete(Path(settings.load), settings.ckpt_step, candidates_of(settings))[0]
 
 
 def forget(folder: Path, after: int) -> list[str]:

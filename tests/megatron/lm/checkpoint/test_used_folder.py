@@ -1,4 +1,4 @@
-"""A saver's folder that was used before, or is taken away while it is held."""
+"""A saver's folder that was used before."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from helpers import checkpoints, tiny
 from helpers.checkpoints import MARKER, contents, pointed
 from megatron.lm.checkpoint import Saver
-from megatron.lm.checkpoint.files.lock import locked
+from megatron.lm.checkpoint.files.folder import locked
 from megatron.lm.run.trainer import Trainer
 from megatron.lm.training.run_record import Run
 
@@ -26,22 +26,6 @@ def made(trainer: Trainer, tmp_path: Path) -> Trainer:
     """The trainer, that is to save into `tmp_path`/save."""
     trainer.training.config = pointed(trainer.config, save=str(tmp_path / "save"))
     return trainer
-
-
-@pytest.mark.parametrize("background", [False, True], ids=["at-once", "in-background"])
-def test_a_save_into_a_folder_that_was_taken_away_stops(made: Trainer, tmp_path: Path, background: bool):
-    root = tmp_path / "save"
-    made.training.config = pointed(made.training.config, async_save=background)
-    with pytest.raises(ValueError, match="lock was replaced"), Saver(made.training) as saver:
-        save_after_another_entered(saver, root)
-    assert not list(root.glob("iter_*"))
-
-
-def save_after_another_entered(saver: Saver, root: Path) -> None:
-    (root / ".lock").unlink()
-    with locked(root):
-        saver.save()
-        saver.finish()
 
 
 def test_a_folder_of_another_run_is_refused_and_stays(made: Trainer, tmp_path: Path):

@@ -8,6 +8,7 @@ import pytest
 from helpers.checkpoints import of, published
 from megatron.lm.checkpoint.files import non_persistent
 from megatron.lm.checkpoint.files.folder import iteration_folder, read_info
+from megatron.lm.checkpoint.loading import newest
 from megatron.lm.config import CheckpointConfig
 from megatron.lm.training.run_record import Run
 
@@ -35,19 +36,19 @@ def test_the_newer_of_both_folders_comes_first(root: Path):
     assert offered(settings(root)) == [25, 20, 10]
     published(root, 30, **of(RUN))
     assert offered(settings(root)) == [30, 25, 20, 10]
-    assert non_persistent.newest(settings(root)) == iteration_folder(root, 30)
+    assert newest(settings(root)) == iteration_folder(root, 30)
 
 
 def test_a_named_iteration_is_found_in_either(root: Path):
     assert offered(settings(root, ckpt_step=25)) == [25]
     assert offered(settings(root, ckpt_step=10)) == [10]
     with pytest.raises(ValueError, match="has no checkpoint of iteration 7"):
-        non_persistent.newest(settings(root, ckpt_step=7))
+        newest(settings(root, ckpt_step=7))
 
 
 def test_a_damaged_one_is_passed_over_for_an_older_one_of_the_other_folder(root: Path):
     (root / "non_persistent" / "iter_0000025" / "checkpoint.json").write_text("{")
-    assert non_persistent.newest(settings(root)) == iteration_folder(root, 20)
+    assert newest(settings(root)) == iteration_folder(root, 20)
 
 
 def test_what_the_run_went_back_behind_is_deleted(root: Path):
