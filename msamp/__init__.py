@@ -12,10 +12,11 @@ from msamp.integrations.ms_amp import warn_of_accelerate
 from msamp.integrations.precision_guard import PrecisionGuard
 from msamp.integrations.saving import exact_state_dict, fp8_state_dict, plain_state_dict, save_plain
 from msamp.nn import filters
-from msamp.nn.convert import convert, float_copy, survey
+from msamp.nn.convert import convert, float_copy
 from msamp.nn.expert_layer import Experts
 from msamp.nn.linear import FP8Linear
 from msamp.nn.scaling_state import ScalingState
+from msamp.nn.survey import survey
 from msamp.nn.transformer_block import TransformerBlock
 from msamp.nn.unfused import Activation, LayerNorm, RMSNorm
 from msamp.numerics import formats, granularity, scaling

@@ -36,6 +36,8 @@ from msamp.integrations.loop_optimizer import LoopOptimizer
 from msamp.integrations.takeover import check_optimizer, chosen_recipe, parameter_groups, retire
 from msamp.kernels.scaled_mm import warn_if_emulated
 from msamp.nn.convert import carry_out, plan_conversions, planned_weights
+from msamp.nn.decoder_layer import fuse as fuse_layers
+from msamp.nn.decoder_layer import unfuse
 from msamp.nn.expert_layer import Experts
 from msamp.nn.filters import DEFAULT, Filter
 from msamp.nn.linear import FP8Linear, check_finite
@@ -84,13 +86,14 @@ def prepare(
     opt_level: str | None = None,
     fp8_recipe: str | None = None,
     accept: Filter = DEFAULT,
+    fuse: bool = True,
 ) -> nn.Module:
     """Convert a model's linear layers in place to FP8 layers that torch's `fully_shard` can shard, and whose weights it gathers in FP8.
 
     Args:
         model: on its device, with the same values on every rank, before fully_shard.
-        recipe, opt_level, fp8_recipe, accept: as in `msamp.initialize`; O1, O2, O3 or coat, with one scale per weight. At O3 and coat each
-            layer stores a whole master, in FP16 or FP32, until `optimizer` takes this rank's rows of it.
+        recipe, opt_level, fp8_recipe, accept, fuse: as in `msamp.initialize`; O1, O2, O3 or coat, with one scale per weight. At O3 and
+            coat each layer stores a whole master, in FP16 or FP32, until `optimizer` takes this rank's rows of it.
 
     Returns:
         The model, the same object.
@@ -118,6 +121,7 @@ def prepare(
     separate = chosen.weight != chosen.states.master
     masters: dict[torch.Tensor, torch.Tensor] = {}  # of the weights before their rounding to FP8
     carry_out(model, chosen, conversions, masters if separate else None)
+    fuse_layers(model) if fuse else unfuse(model)
     for device in {p.device for p in model.parameters()}:
         warn_if_emulated(device)
     for layer in model.modules():

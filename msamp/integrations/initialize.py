@@ -33,9 +33,12 @@ from msamp.integrations.takeover import (
     retire,
     take_masters,
 )
-from msamp.nn.convert import carry_out, survey
+from msamp.nn.convert import carry_out
+from msamp.nn.decoder_layer import fuse as fuse_layers
+from msamp.nn.decoder_layer import unfuse
 from msamp.nn.filters import DEFAULT, Filter, behind_swiglu
 from msamp.nn.scaling_state import ScalingState
+from msamp.nn.survey import survey
 from msamp.numerics.formats import Format
 from msamp.numerics.recipe import Recipe
 from msamp.optim import updates
@@ -61,6 +64,7 @@ def initialize(
     moment_rounding: str | None = None,
     grad_format: str | None = None,
     smooth_swiglu: bool = False,
+    fuse: bool = True,
     seed: int = 0,
 ) -> tuple[nn.Module, LoopOptimizer]:
     """Convert a model and its optimizer to a precision recipe (FP8-LM, levels of section 3; Collage, Table 2; COAT).
@@ -121,6 +125,8 @@ def initialize(
             With "bf16" no gradient is rounded to FP8, in `p.grad`, on the wire and in the optimizer.
         smooth_swiglu: Smooth-SwiGLU: give each channel of SwiGLU's output a power-of-two scale of its own in its cast to FP8
             (`msamp.nn.channel_scales`), in modules that `msamp.nn.filters.behind_swiglu` knows. Saved weights do not contain it.
+        fuse: run the decoder layers of transformers that `msamp.nn.decoder_layer` recognizes by fused functions, layer by layer where
+            their parts are in FP8; `msamp.survey` lists which, and why the others are not.
         seed: of stochastic rounding. `optimizer.state_dict()` contains the parameters' keys that follow from it.
 
     Returns:
@@ -146,6 +152,7 @@ def initialize(
     # Convert the layers in place. A master starts from its weight before the rounding to FP8, or from a former optimizer's master.
     masters: dict[torch.Tensor, torch.Tensor] = {}
     divided = carry_out(model, chosen, conversions, masters if chosen.weight != chosen.states.master else None)
+    fuse_layers(model) if fuse and chosen.fp8 else unfuse(model)
     for each in optimizers:
         divide_parameters(each, divided)
     for layer in smooth:

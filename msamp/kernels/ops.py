@@ -34,6 +34,7 @@ from msamp.kernels.reference import grad_stats as _grad_stats
 from msamp.kernels.reference import group_cast as _group_cast
 from msamp.kernels.reference import group_tokens as _group_tokens
 from msamp.kernels.reference import grouped_mm as _grouped_mm
+from msamp.kernels.reference import join_weights as _join_weights
 from msamp.kernels.reference import normalize as _normalize
 from msamp.kernels.reference import pack as _pack
 from msamp.kernels.reference import permute as _permute
@@ -203,6 +204,7 @@ grouped_tiles = _operator(
     _grouped_mm.grouped_tiles,
     fake=lambda offsets, rows, block: offsets.new_empty((4, _grouped_mm.tile_capacity(rows, offsets.shape[0], block))),
 )
+join_weights = _operator(_join_weights.join_weights)
 normalize = _operator(_normalize.normalize, mutates=_SLOTS)
 normalize_backward = _operator(_normalize.normalize_backward, fake=_fake_normalize_backward)
 normalize_transposed = _operator(_normalize.normalize_transposed)

@@ -189,10 +189,10 @@ class AttentionBlock(torch.autograd.Function):
     def backward(ctx: Any, grad_x: torch.Tensor, grad_delta: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         saved = ctx.saved_tensors
         head_norms, (stream, kept) = saved[: ctx.head_norms], KeptByBlock.of(saved[ctx.head_norms :])
-        settings, dtypes = ctx.settings, ctx.weight_dtypes
+        settings = ctx.settings
         of_heads: list[torch.Tensor | None] = []  # filled by `_inner`
         inner = functools.partial(_inner, ctx, stream, kept, grad_delta, head_norms, of_heads)
-        return *finish_backward(settings, stream, kept, inner(), residual=grad_x, weight_dtypes=dtypes), None, *of_heads
+        return *finish_backward(settings, stream, kept, inner(), residual=grad_x, weight_dtype=ctx.weight_dtypes[0]), None, *of_heads
 
 
 def _inner(
@@ -216,18 +216,50 @@ def _inner(
     dq, dk, dv, scale_invs, sink = attention.gradients(grad_o)
     ds, first = (None, None) if sink is None else sink
     del attention, grad_o
-
-    def rotated_back(**options: Any) -> CastTransposed:
-        tables = (settings.cos, settings.sin)
-        return CastTransposed(*ops.rotary_backward(dq, dk, dv, *tables, scale_invs=scale_invs, ds=ds, sink=first, **options))
-
-    run: Callable[..., CastTransposed] = rotated_back
-    if heads is not None:
-        packed = rotated_back(scale=None, amax_slot=None, dtype=dtype).payload
-        of_heads += heads.backward(packed.view(len(settings.cos), dq.shape[1], -1), HeadNormWeights(*head_norms))
-        run = functools.partial(cast_packed, packed)
-    grad, outputs = first_grad_output(qkv, run, colsum=kept.first_bias is not None, device=device)
+    tables = (settings.cos, settings.sin)
+    rotated_back = functools.partial(ops.rotary_backward, dq, dk, dv, *tables, scale_invs=scale_invs, ds=ds, sink=first)
+    grad, outputs, of_norms = projection_grad(
+        qkv, rotated_back, (len(settings.cos), dq.shape[1]), dtype, heads, head_norms, colsum=kept.first_bias is not None
+    )
+    of_heads += of_norms
     return Inner(grad, first_sums=outputs.sums, last_sums=grad_y.sums, last_weight=lambda: grad_proj, again=again)
+
+
+def projection_grad(
+    qkv: LayerGemm,
+    rotated_back: Callable[..., tuple[torch.Tensor, ...]],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    heads: HeadNorms | None,
+    head_norms: Sequence[torch.Tensor],
+    *,
+    colsum: bool,
+) -> tuple[Operand, CastTransposed, list[torch.Tensor | None]]:
+    """Compute the QKV projection's grad_output, and cast it for both of its GEMMs.
+
+    Args:
+        qkv: the projection.
+        rotated_back: `ops.rotary_backward` without the arguments of the cast.
+        shape: the two leading dimensions of the packed projection.
+        dtype: of the gradients.
+        heads: the norms of queries and keys, or None.
+        head_norms: their weights.
+        colsum: also return column sums, for the bias gradient.
+
+    Returns:
+        The operand, all results of the cast, and the gradients of `head_norms`.
+    """
+
+    def plain(**options: Any) -> CastTransposed:
+        return CastTransposed(*rotated_back(**options))
+
+    run: Callable[..., CastTransposed] = plain
+    of_heads: list[torch.Tensor | None] = []
+    if heads is not None:
+        packed = plain(scale=None, amax_slot=None, dtype=dtype).payload
+        of_heads = heads.backward(packed.view(*shape, -1), HeadNormWeights(*head_norms))
+        run = functools.partial(cast_packed, packed)
+    return *first_grad_output(qkv, run, colsum=colsum, device=qkv.scales[1].device), of_heads
 
 
 def _attention(qkv: torch.Tensor, settings: AttentionSettings) -> "_Wide | _Shared | _Narrow":

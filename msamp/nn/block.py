@@ -168,14 +168,14 @@ class Inner(NamedTuple):
     Attributes:
         grad: of the first layer's output, cast for both of its GEMMs.
         first_sums, last_sums: FP32 [parts, N], column sums of both layers' grad_outputs, for the bias gradients; empty without a bias.
-        last_weight: returns the gradient of the last layer's weight, which may be computed lazily; called once.
+        last_weight: returns the gradient of the last layer's weight, which may be computed lazily; called once. None if not requested.
         again: the first layer's input for the rows of all ranks; None casts it again, transposed, from the stream.
     """
 
     grad: Operand
     first_sums: torch.Tensor
     last_sums: torch.Tensor
-    last_weight: Callable[[], torch.Tensor]
+    last_weight: Callable[[], torch.Tensor | None]
     again: PendingRows | None
 
 
@@ -185,9 +185,9 @@ class BlockGradients(NamedTuple):
     x: torch.Tensor
     norm_weight: torch.Tensor | None
     norm_bias: torch.Tensor | None
-    first_weight: torch.Tensor
+    first_weight: torch.Tensor | None
     first_bias: torch.Tensor | None
-    last_weight: torch.Tensor
+    last_weight: torch.Tensor | None
     last_bias: torch.Tensor | None
 
 
@@ -331,7 +331,8 @@ def finish_backward(
     inner: Inner,
     *,
     residual: torch.Tensor,
-    weight_dtypes: tuple[torch.dtype, torch.dtype],
+    weight_dtype: torch.dtype | None,
+    more: Sequence[torch.Tensor] = (),
 ) -> BlockGradients:
     """Run the end of a block's backward: its first linear layer, its norm and the residual stream.
 
@@ -341,26 +342,28 @@ def finish_backward(
         kept: the other saved tensors.
         inner: the intermediate result. The caller must not hold it: its memory is freed before the norm's gradients are allocated.
         residual: [..., h], the gradient of the residual path, which the norm's kernel adds.
-        weight_dtypes: of the gradients of the first and the last weight.
+        weight_dtype: of the gradient of the first weight; None does not compute it.
+        more: payloads of the weights that follow below the first one (`LayerGemm.more`).
     """
     first, dtype = settings.first, residual.dtype
     grad, first_sums, last_sums, last_weight, again = inner
     del inner
     norm = NormWeights(settings.norm, kept.norm_weight, kept.norm_bias)
-    partial = first.grad_input(grad, first.weight(kept.first_weight, transpose=True), dtype)
+    partial = first.grad_input(grad, first.weight(kept.first_weight, *more, transpose=True), dtype)
     grad_n = settings.ends.start_sum_grad(partial, first)  # the collective overlaps with the weight gradients
     del partial
     grad = grad._replace(payload=None)
     grad_last = last_weight()
     del last_weight
     total = settings.saved.restore(stream, dtype)
-    if again is None:
-        n8_t = norm.transposed(total, kept, first.x_dtype)
-    else:
-        n8_t = ops.transpose(again())
+    grad_first = None
+    if weight_dtype is not None:
+        n8_t = norm.transposed(total, kept, first.x_dtype) if again is None else ops.transpose(again())
+        grad_first = first.grad_weight(grad, Operand.tensorwise(scale_inv=kept.input_scale_inv, payload_t=n8_t), weight_dtype)
+        del n8_t
+    if again is not None:
         again.done()
-    grad_first = first.grad_weight(grad, Operand.tensorwise(scale_inv=kept.input_scale_inv, payload_t=n8_t), weight_dtypes[0])
-    del grad, n8_t, again
+    del grad, again
     rows = residual.reshape(-1, residual.shape[-1])
     gradients = NormGradients(
         *ops.normalize_backward(
@@ -375,6 +378,18 @@ def finish_backward(
     )
     x = leave_maxima(gradients.x.view(residual.shape), gradients.maxima)
     return BlockGradients(x, norm_weight, norm_bias, grad_first, first_bias, grad_last, last_bias)
+
+
+def rows_of_each(gradient: torch.Tensor | None, weights: Sequence[int]) -> list[torch.Tensor | None]:
+    """Divide the gradient of weights that were joined for one GEMM into the gradients of each, views with their own version counters.
+
+    Args:
+        gradient: [sum of rows, K], or None.
+        weights: the number of rows of each.
+    """
+    if gradient is None or len(weights) == 1:
+        return [gradient, *[None] * (len(weights) - 1)]
+    return [part.data for part in gradient.split(list(weights))]
 
 
 def vector_gradients(*pairs: tuple[torch.Tensor, torch.Tensor | None]) -> list[torch.Tensor | None]:

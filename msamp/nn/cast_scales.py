@@ -28,6 +28,32 @@ class CastScales(NamedTuple):
     watch: Watch | None = None
 
 
+class RowGroups:
+    """Rows of a table of amaxes that share the largest one of their group; at first each row is a group.
+
+    Args:
+        rows: their number.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._first = list(range(rows))  # by row: the first row of its group
+        self._on_device: torch.Tensor | None = None
+
+    def join(self, *members: range) -> None:
+        """Make the first rows of the ranges a group, the second rows another, and so on."""
+        for rows in zip(*members, strict=True):
+            for row in rows:
+                self._first[row] = rows[0]
+
+    def largest(self, amax: torch.Tensor) -> torch.Tensor:
+        """Return for each row of FP32 [rows] the largest amax of its group."""
+        if self._first == list(range(len(self._first))):
+            return amax
+        if self._on_device is None or self._on_device.device != amax.device:
+            self._on_device = torch.tensor(self._first, device=amax.device)
+        return amax.scatter_reduce(0, self._on_device, amax, "amax")[self._on_device]
+
+
 def both(first: Watch | None, second: Watch | None) -> Watch | None:
     """Return a watch that calls the two given ones; one of them, or None, if the other is missing."""
     if first is None or second is None:

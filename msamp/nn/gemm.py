@@ -340,6 +340,7 @@ class LayerGemm(NamedTuple):
         scales: the factors from the stored weight to FP8 and back, FP32 0-dim.
         channels: scales of the input's channels, which divide the columns of the weight (`msamp.nn.channel_scales`); None without.
         tallies: by product, where to compare its sums with exact ones (`LinearScaling.sums`); None: nowhere.
+        more: the `scales` of layers that read the same input, whose weights follow below this one's in one GEMM, with a common scale.
     """
 
     gemm: Gemms
@@ -349,6 +350,7 @@ class LayerGemm(NamedTuple):
     scales: Scales
     channels: ChannelSlots | None = None
     tallies: Mapping[str, tuple[torch.Tensor, ...]] | None = None
+    more: tuple[Scales, ...] = ()
 
     @property
     def sums(self) -> CastScales:
@@ -384,9 +386,13 @@ class LayerGemm(NamedTuple):
         """Scales of the input's channels, FP32 [K]; None without, or while they are all 1."""
         return None if self.channels is None else self.channels.scale
 
-    def weight(self, payload: torch.Tensor, *, transpose: bool = False) -> Operand:
-        """Return the FP8 weight from the stored payload [N, K]. Its `payload` is [N, K], divided by the scales of the input's channels, or
-        [K, N] with `transpose`, for grad_input, which does not sum over the channels."""
+    def weight(self, payload: torch.Tensor, *more: torch.Tensor, transpose: bool = False) -> Operand:
+        """Return the FP8 weight from the stored payload [N, K], or from those of all layers of a joined GEMM. Its `payload` is [N, K],
+        divided by the scales of the input's channels, or [K, N] with `transpose`, for grad_input, which does not sum over the channels."""
+        if more:
+            dtype, (multipliers, scale_invs) = self.gemm.weight.format.dtype, map(list, zip(self.scales, *self.more, strict=True))
+            codes, common = ops.join_weights([payload, *more], multipliers, scale_invs, dtype, transpose=transpose)
+            return Operand.tensorwise(codes, scale_inv=common)
         if self.channel_scale is not None and not transpose:
             dtype, (multiplier, scale_inv) = self.gemm.output.right.format.dtype, self.scales
             codes = ops.cast_columns(payload, None if payload.dtype == dtype else multiplier, self.channel_scale, dtype)

@@ -4,11 +4,13 @@ Forward writes the normalized queries and keys over those in the packed projecti
 the attention after it read the same tensor as without these norms. Backward does the same with the packed gradient.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from msamp.kernels import ops
+from msamp.kernels.reference.rotary import grouped_heads
 from msamp.nn.block import CastTransposed, Norm, NormGradients, NormWeights, vector_gradients
 
 
@@ -33,28 +35,39 @@ class HeadNorms:
     """Normalizes the queries and keys of a packed projection in place.
 
     Args:
-        qkv: [s, b, (heads + 2 groups) * d], contiguous, in Megatron's order: for each group its queries, key, value.
+        qkv: [s, b, (heads + 2 groups) * d], contiguous, in Megatron's order: for each group its queries, key, value; or with `apart` in
+            Hugging Face's: all queries, all keys, all values.
         norm: LayerNorm or RMSNorm, and its epsilon.
         weights: of both norms.
         heads, groups: number of heads of queries, and of keys and values.
     """
 
-    def __init__(self, qkv: torch.Tensor, norm: Norm, weights: HeadNormWeights, heads: int, groups: int) -> None:
-        self.norm, self.heads, self.groups = norm, heads, groups
+    TENSORS = 6  # that `take` returns
+
+    def __init__(self, qkv: torch.Tensor, norm: Norm, weights: HeadNormWeights, heads: int, groups: int, *, apart: bool = False) -> None:
+        self.norm, self.heads, self.groups, self.apart = norm, heads, groups, apart
         parts = zip(self._parts(qkv), ((weights.query_weight, weights.query_bias), (weights.key_weight, weights.key_bias)), strict=True)
         self.kept = [self._normalize(part, *pair) for part, pair in parts]
 
-    def _parts(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _parts(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return views of the queries [s, b, groups, heads / groups, d] and the keys [s, b, groups, 1, d]."""
-        s, b, width = qkv.shape
-        grouped = qkv.view(s, b, self.groups, self.heads // self.groups + 2, width // (self.heads + 2 * self.groups))
-        return grouped[:, :, :, :-2], grouped[:, :, :, -2:-1]
+        return grouped_heads(qkv, self.heads, self.groups, self.apart)[:2]
 
     def _normalize(self, part: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> _Kept:
         rows = part.clone(memory_format=torch.contiguous_format).view(-1, part.shape[-1])
         normed = NormWeights(self.norm, weight, bias).run(rows, scale=None, amax_slot=None, dtype=rows.dtype)
         part.copy_(normed.y.view(part.shape))
         return _Kept(rows, normed.mean, normed.rstd)
+
+    def take(self) -> list[torch.Tensor]:
+        """Hand over what backward needs, for autograd to save; `give` returns it."""
+        tensors = [tensor for kept in self.kept for tensor in kept]
+        self.kept = []
+        return tensors
+
+    def give(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Take back the tensors of `take`."""
+        self.kept = [_Kept(*tensors[:3]), _Kept(*tensors[3:])]
 
     @staticmethod
     def saved_bytes(heads: float, groups: float, head_size: int, wide: int) -> float:

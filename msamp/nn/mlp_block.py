@@ -19,6 +19,7 @@ from msamp.nn.block import (
     NormWeights,
     finish_backward,
     first_grad_output,
+    rows_of_each,
     start_grad_output,
     start_input_again,
     unviewed,
@@ -60,7 +61,10 @@ class MLPSettings(NamedTuple):
 
 
 class MLPBlock(torch.autograd.Function):
-    """(x, delta, norm weight and bias, FC1 weight and bias, FC2 weight and bias, settings) -> x + delta + MLP(norm(x + delta))."""
+    """(x, delta, norm weight and bias, FC1 weight and bias, FC2 weight and bias, settings, weights) -> x + delta + MLP(norm(x + delta)).
+
+    The weights are those whose rows follow FC1's in its GEMM (`LayerGemm.more`), or none; FC1's bias is for all of them.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -74,6 +78,7 @@ class MLPBlock(torch.autograd.Function):
         fc2_weight: ScalingTensor,
         fc2_bias: torch.Tensor | None,
         settings: MLPSettings,
+        *more: ScalingTensor,
     ) -> torch.Tensor:
         x2d, delta2d = x.view(-1, x.shape[-1]), delta.view(-1, x.shape[-1])
         fc1, fc2, ends = settings.fc1, settings.fc2, settings.ends
@@ -81,7 +86,7 @@ class MLPBlock(torch.autograd.Function):
         norm = NormWeights(settings.norm, norm_weight, norm_bias)
         normed = norm.cast(x2d, delta2d, slot=fc1.x, cast=fc1.gemm.input, ends=ends, scale_inv=n_scale_inv)
         gathered = ends.start_gather(normed.y, "input all-gather")
-        w1 = fc1.weight(fc1_weight.payload)
+        w1 = fc1.weight(fc1_weight.payload, *(w.payload for w in more))
         y = gathered.product(fc1.output_rows(n_scale_inv, w1, fc1_bias, x.dtype))
         whole = gathered.keep() if ends.keeps_gathered else None
         gathered.done()
@@ -102,8 +107,10 @@ class MLPBlock(torch.autograd.Function):
         kept = KeptByBlock(norm_weight, norm_bias, normed.mean, normed.rstd, n_scale_inv, a_scale_inv, whole, *weights)
         if channels is not None:
             channels = channels.clone()  # the end of the step, which may come before this backward, writes them
-        ctx.save_for_backward(*stream, *(() if settings.recompute else settings.saved.keep(y)), *kept, channels)
+        parts = (*stream, *(() if settings.recompute else settings.saved.keep(y)))
+        ctx.save_for_backward(*(w.payload for w in more), *parts, *kept, channels)
         ctx.settings, ctx.weight_dtypes = settings, (fc1_weight.dtype, fc2_weight.dtype)
+        ctx.rows = [w.shape[0] for w in (fc1_weight, *more)]
         return unviewed(out, x.shape)
 
     @staticmethod
@@ -126,18 +133,21 @@ class MLPBlock(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         *saved, channels = ctx.saved_tensors
-        parts, kept = KeptByBlock.of(saved)
-        settings, dtypes = ctx.settings, ctx.weight_dtypes
-        stream = parts if settings.recompute else parts[: len(parts) // 2]
+        more, (parts, kept) = saved[: len(ctx.rows) - 1], KeptByBlock.of(saved[len(ctx.rows) - 1 :])
+        settings, (*_, needs_fc2, _, _), needs_more = ctx.settings, ctx.needs_input_grad[:9], ctx.needs_input_grad[9:]
+        first = ctx.weight_dtypes[0] if ctx.needs_input_grad[4] or any(needs_more) else None
+        last = ctx.weight_dtypes[1] if needs_fc2 else None
         grads = finish_backward(
             settings,
-            stream,
+            parts if settings.recompute else parts[: len(parts) // 2],
             kept,
-            _inner(settings, parts, kept, channels, grad_output, dtypes[1]),
+            _inner(settings, parts, kept, channels, grad_output, last, more),
             residual=grad_output,
-            weight_dtypes=dtypes,
+            weight_dtype=first,
+            more=more,
         )
-        return grads.x, *grads, None
+        grad_fc1, *of_more = rows_of_each(grads.first_weight, ctx.rows)
+        return grads.x, *grads._replace(first_weight=grad_fc1), None, *of_more
 
 
 def _inner(
@@ -146,7 +156,8 @@ def _inner(
     kept: KeptByBlock,
     channels: torch.Tensor | None,
     grad_output: torch.Tensor,
-    fc2_dtype: torch.dtype,
+    fc2_dtype: torch.dtype | None,
+    more: Sequence[torch.Tensor],
 ) -> Inner:
     """Backward through FC2 and the activation. `parts` are the saved parts of the stream, then of FC1's output; `channels` are the
     scales of the activation's channels in forward."""
@@ -156,7 +167,8 @@ def _inner(
     again = start_input_again(settings, stream, kept, dtype, asked=settings.recompute)
     if settings.recompute:
         assert again is not None
-        y = fc1.output(Operand.tensorwise(again(), scale_inv=kept.input_scale_inv), fc1.weight(kept.first_weight), kept.first_bias, dtype)
+        x8 = Operand.tensorwise(again(), scale_inv=kept.input_scale_inv)
+        y = fc1.output(x8, fc1.weight(kept.first_weight, *more), kept.first_bias, dtype)
         again = again if ends.spread else None
     else:
         y = settings.saved.restore(parts[len(stream) :], dtype)
@@ -170,7 +182,7 @@ def _inner(
     grad, outputs = first_grad_output(fc1, through_activation, colsum=kept.first_bias is not None, device=device)
     activated = Operand.tensorwise(scale_inv=kept.last_scale_inv, payload_t=outputs.activated_t)
 
-    def grad_fc2() -> torch.Tensor:
-        return fc2.grad_weight(g, activated, fc2_dtype, channels)
+    def grad_fc2() -> torch.Tensor | None:
+        return None if fc2_dtype is None else fc2.grad_weight(g, activated, fc2_dtype, channels)
 
     return Inner(grad, first_sums=outputs.sums, last_sums=grad_y.sums, last_weight=grad_fc2, again=again)

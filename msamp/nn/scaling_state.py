@@ -1,5 +1,6 @@
 """Delayed scaling: the amax histories and scales of a model's FP8 tensors, stored on the device and rolled once per step."""
 
+import functools
 import weakref
 from collections.abc import Mapping
 from operator import is_
@@ -12,7 +13,7 @@ from torch import nn
 from msamp.kernels import ops
 from msamp.kernels.scalar_pool import aligned
 from msamp.nn.cast_checks import check_device, check_gemm, check_smooth, wire_cast
-from msamp.nn.cast_scales import CastScales, Watch, both, own_rule, scales_of_weights
+from msamp.nn.cast_scales import CastScales, RowGroups, Watch, both, own_rule, scales_of_weights
 from msamp.nn.channel_scales import AllChannels, ChannelScales, ChannelSlots, ChannelsOfRow
 from msamp.numerics.formats import FP32, Format
 from msamp.numerics.granularity import TENSORWISE
@@ -204,6 +205,11 @@ class LinearScaling(TensorScales):
         self._weight_seen = 0  # version of the payload for which `_weight_scales` was computed
         self._weight_scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    @functools.cached_property
+    def fusible(self) -> bool:
+        """`Gemms.fusible`, which takes long enough to show in every forward of a fused layer."""
+        return self.gemm.fusible
+
     @property
     def described(self) -> str:
         return f"input {self.gemm.input}, grad_output {self.gemm.grad_output}"
@@ -294,6 +300,9 @@ class LinearScaling(TensorScales):
 class ScalingState:
     """All `TensorScales` of a model, rolled together once per step.
 
+    Layers that a fused layer's GEMM joins have one input and one gradient, whose amaxes the first layer's slots record. Modules name such
+    groups by `scalings_alike`, and a roll gives all members the largest amax, so that their scales are valid for each layer on its own too.
+
     Args:
         model: the module tree to search.
     """
@@ -307,11 +316,17 @@ class ScalingState:
         if len(casts) > 1:
             raise ValueError(f"layers are cast in different ways ({'; '.join(sorted(casts))}); convert a model with one recipe")
         members, row = [], 0
+        first_rows: dict[TensorScales, int] = {}
         for layer in self.layers.values():
+            first_rows[layer] = row
             if isinstance(layer, LinearScaling) and layer.channels is not None:
                 members.append(ChannelsOfRow(layer.channels, row + INPUT, layer.casts[INPUT].format.max))
             row += len(layer.casts)
         self._channels = AllChannels(members)
+        self._groups = RowGroups(row)
+        for module in model.modules():
+            for first, *others in module.scalings_alike() if hasattr(type(module), "scalings_alike") else ():  # type: ignore[operator]
+                self._groups.join(*(range(first_rows[each], first_rows[each] + WIRE) for each in (first, *others) if each in first_rows))
         self._alike: dict[tuple[Scaling, float], torch.Tensor] | None = None
         self._may_skip = False  # whether a roll was given `usable`, so that only the device knows which steps count
 
@@ -397,7 +412,7 @@ class ScalingState:
         if not self.layers:
             return
         self._may_skip |= usable is not None
-        amax, last = self._all("amax"), {name: self._all(name) for name in ("history", "scale", "scale_inv")}
+        amax, last = self._groups.largest(self._all("amax")), {name: self._all(name) for name in ("history", "scale", "scale_inv")}
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group)
         # A step with an infinite value may count, since a cast saturates it; in the history it would freeze the scale for a whole window.

@@ -90,6 +90,62 @@ def linear_cross_entropy(
     return (weights * losses).sum(), losses
 
 
+def causal_lm_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Return the loss of transformers' `ForCausalLMLoss`, with its arguments, without an FP32 copy of the logits.
+
+    Args:
+        logits: [.., s, vocab_size], BF16, FP16 or FP32.
+        labels: [.., s] int64, of the same tokens: each is predicted by the position before it. Not read with `shift_labels`.
+        vocab_size: of the logits.
+        num_items_in_batch: divides the sum of the losses; None divides by the number of labels.
+        ignore_index: of positions without a loss.
+        shift_labels: [.., s], the labels already shifted.
+        kwargs: ignored, as transformers does.
+
+    Returns:
+        FP32 0-dim.
+    """
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    wanted = shift_labels.to(logits.device).reshape(-1)
+    counted = wanted != ignore_index
+    items = counted.sum() if num_items_in_batch is None else num_items_in_batch
+    weights = counted / (items.to(logits.device) if isinstance(items, torch.Tensor) else items)
+    flat = logits.reshape(-1, vocab_size)
+    return _CrossEntropy.apply(flat, wanted.masked_fill(~counted, 0), weights.float())  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """(logits [M, V], labels [M], weights [M]) -> the sum of weights * losses. The logits, which alone have a gradient, are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        logits = logits.contiguous()
+        parts = ops.softmax_parts(logits, labels, 0)
+        largest, total, picked = parts
+        ctx.save_for_backward(logits, labels, weights, parts)
+        known = (labels >= 0) & (labels < logits.shape[1])
+        losses = torch.where(known, total.log() - (picked - largest), torch.nan)
+        return (weights * losses).masked_fill(weights == 0, 0.0).sum()
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        logits, labels, weights, parts = ctx.saved_tensors
+        grad = logits.clone()
+        ops.cross_entropy_of_parts_(grad, labels, weights * grad_loss, parts[None], 0)
+        return grad, None, None
+
+
 def chunk_rows(
     tokens: int, vocabulary: int, features: int, itemsize: int, chunk_bytes: int | None = None, logit_bytes: int | None = None
 ) -> int:

@@ -39,7 +39,7 @@ def attention_sink(key: torch.Tensor, value: torch.Tensor, cos: torch.Tensor, si
     """
     first = key[:1].unsqueeze(3).clone()
     r = cos.shape[1]
-    first[..., :r] = _rotate(first[..., :r], cos[:1, None, None, None], sin[:1, None, None, None]).to(key.dtype)
+    first[..., :r] = _rotate(first[..., :r], cos[:1, None], sin[:1, None]).to(key.dtype)
     mean = value[skip:].float().sum(0) / max(1, value.shape[0] - skip)
     return torch.stack([first[0, :, :, 0].float(), value[0].float(), mean])
 

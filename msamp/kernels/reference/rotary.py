@@ -9,14 +9,36 @@ from msamp.numerics.quantize import quantize
 from msamp.numerics.scaling import inverse, scale_from_amax
 
 
-def check_tables(cos: torch.Tensor, sin: torch.Tensor, sequence: int, head_dim: int) -> None:
-    """Raise a ValueError unless cos and sin are [sequence, r] with r even and at most the width of a head."""
+def check_tables(cos: torch.Tensor, sin: torch.Tensor, rows: tuple[int, ...], head_dim: int) -> None:
+    """Raise a ValueError unless cos and sin have one of these numbers of rows, and r columns, r even and at most the width of a head."""
+    lengths = " or ".join(map(str, rows))
     for name, table in (("cos", cos), ("sin", sin)):
-        if table.shape != cos.shape or table.ndim != 2 or table.shape[0] != sequence or table.shape[1] % 2 or table.shape[1] > head_dim:
+        if table.shape != cos.shape or table.ndim != 2 or table.shape[0] not in rows or table.shape[1] % 2 or table.shape[1] > head_dim:
             raise ValueError(
-                f"{name} is {tuple(table.shape)}; it must be [{sequence}, r] with r even and at most the {head_dim} channels of a head, "
+                f"{name} is {tuple(table.shape)}; it must be [{lengths}, r] with r even and at most the {head_dim} channels of a head, "
                 "the same for cos and sin: slice the tables to the sequence"
             )
+
+
+def table_rows(outer: int, inner: int, apart: bool) -> tuple[int, ...]:
+    """Return the possible numbers of rows of cos and sin for a projection [outer, inner, width]."""
+    return (inner, outer * inner) if apart else (outer,)
+
+
+def token_tables(table: torch.Tensor, inner: int, apart: bool) -> torch.Tensor:
+    """Return cos or sin in a form that broadcasts over [outer, inner, ...]: [outer or 1, inner or 1, r]."""
+    return table.view(len(table) // max(1, inner), inner, table.shape[1]) if apart else table[:, None]
+
+
+def grouped_heads(packed: torch.Tensor, heads: int, groups: int, apart: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return views of a packed projection [.., (heads + 2 groups) * d]: queries [.., groups, heads / groups, d], keys and values
+    [.., groups, 1, d]."""
+    d = packed.shape[-1] // (heads + 2 * groups)
+    if apart:
+        query, key, value = packed.split([heads * d, groups * d, groups * d], dim=-1)
+        return query.unflatten(-1, (groups, -1, d)), key.unflatten(-1, (groups, 1, d)), value.unflatten(-1, (groups, 1, d))
+    query, key, value = packed.unflatten(-1, (groups, -1, d)).split([heads // groups, 1, 1], dim=-2)
+    return query, key, value
 
 
 def head_width(qkv: torch.Tensor, heads: int, groups: int) -> int:
@@ -47,8 +69,8 @@ def check_gradients(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, s: int
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return the rotated first r channels of x [s, b, groups, n, d] in FP32; cos and sin are [s, 1, 1, 1, r]."""
-    half = cos.shape[-1] // 2
+    """Return the rotated first r channels of x [.., groups, n, d] in FP32, for cos and sin as `token_tables` returns them."""
+    cos, sin, half = cos[..., None, None, :].float(), sin[..., None, None, :].float(), cos.shape[-1] // 2
     x1, x2 = x[..., :half].float(), x[..., half : 2 * half].float()
     cos1, cos2, sin1, sin2 = cos[..., :half], cos[..., half:], sin[..., :half], sin[..., half:]
     return torch.cat([x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2], dim=-1)
@@ -59,7 +81,7 @@ def _transposed(sin: torch.Tensor) -> torch.Tensor:
     return -sin.roll(sin.shape[-1] // 2, -1)
 
 
-def rotary_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, groups: int) -> None:
+def rotary_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, groups: int, *, apart: bool = False) -> None:
     """Rotate the queries and keys of a packed projection in place (Su et al., 2021, in the "rotate half" form).
 
     The first r channels x of each query and key become x[i] cos[i] - x[i + r/2] sin[i] for i < r/2 and
@@ -68,16 +90,19 @@ def rotary_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int,
     Args:
         qkv: [s, b, (heads + 2 groups) * d], contiguous, BF16, FP16 or FP32, in Megatron's order: for each query group its
             heads / groups queries, its key, its value, each d wide.
-        cos, sin: FP32 [s, r], r even and at most d; r = 0 rotates nothing.
+        cos, sin: FP32 or the dtype of `qkv`, [s, r], r even and at most d; r = 0 rotates nothing.
         heads, groups: number of heads of queries, and of keys and values.
+        apart: Hugging Face's layout: `qkv` is [b, s, (heads + 2 groups) * d] with all queries, all keys, all values, and the tables
+            have a row for each position, [s, r], or for each token, [b * s, r].
 
     Raises:
         ValueError: if shapes do not match.
     """
     d = head_width(qkv, heads, groups)
-    check_tables(cos, sin, qkv.shape[0], d)
-    rotated = qkv.view(*qkv.shape[:2], groups, heads // groups + 2, d)[:, :, :, :-1, : cos.shape[1]]
-    rotated.copy_(_rotate(rotated, cos[:, None, None, None], sin[:, None, None, None]))
+    check_tables(cos, sin, table_rows(qkv.shape[0], qkv.shape[1], apart), d)
+    tables = token_tables(cos, qkv.shape[1], apart), token_tables(sin, qkv.shape[1], apart)
+    for part in grouped_heads(qkv, heads, groups, apart)[:2]:
+        part[..., : cos.shape[1]] = _rotate(part[..., : cos.shape[1]], *tables).to(qkv.dtype)
 
 
 def check_three(scales: torch.Tensor | None, what: str) -> None:
@@ -158,6 +183,7 @@ def rotary_backward(
     scale_invs: torch.Tensor | None = None,
     ds: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
+    apart: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the gradient of the packed projection from the gradients of attention's inputs: rotate back, pack, and cast for the GEMMs.
 
@@ -173,6 +199,7 @@ def rotary_backward(
         scale_invs: FP32 [3], the scale_invs of dq, dk and dv from FP8 attention; None if they are not scaled.
         ds: FP32 [s, b, heads], contiguous, times the first part of `sink` is added to dq (`reference.attention_sink`); None adds nothing.
         sink: FP32 [3, b, groups, d], contiguous, with `ds`: the first token's key, and what is added to its dk and dv.
+        apart: as in `rotary_`: dq is [b, s, heads, d], dk and dv are [b, s, groups, d], and none lacks a token.
 
     Returns:
         Gradient g [s * b, (heads + 2 groups) * d] in the order of `rotary_` and its transpose, of `dtype`; scale_inv FP32, 0-dim,
@@ -182,10 +209,11 @@ def rotary_backward(
     Raises:
         ValueError: if shapes do not match.
     """
-    (s, r), (_, b, heads, d) = cos.shape, dq.shape
+    r, (outer, b, heads, d) = cos.shape[1], dq.shape
+    s = outer if apart else cos.shape[0]
     check_gradients(dq, dk, dv, s)
     groups = dk.shape[2]
-    check_tables(cos, sin, s, d)
+    check_tables(cos, sin, table_rows(s, b, apart), d)
     parts = [torch.cat([part.float().new_zeros(s - len(part), *part.shape[1:]), part.float()]) for part in (dq, dk, dv)]
     check_three(scale_invs, "scale_invs")
     if scale_invs is not None:
@@ -194,6 +222,10 @@ def rotary_backward(
         parts[0] += ds[..., None] * sink[0].repeat_interleave(heads // groups, 1)
         parts[1][0] += sink[1]
         parts[2][0] += sink[2]
-    g = torch.cat([parts[0].view(s, b, groups, heads // groups, d), parts[1].unsqueeze(3), parts[2].unsqueeze(3)], dim=3)
-    g[..., :-1, :r] = _rotate(g[..., :-1, :r], cos[:, None, None, None], _transposed(sin)[:, None, None, None])
-    return _store(g.flatten(2).flatten(0, 1), scale, amax_slot, dtype, dtype.itemsize == 1, colsum, scale_inv_slot)
+    g = dq.new_empty(s, b, (heads + 2 * groups) * d, dtype=torch.float32)
+    tables = token_tables(cos, b, apart), token_tables(_transposed(sin), b, apart)
+    for i, (of_part, part) in enumerate(zip(grouped_heads(g, heads, groups, apart), parts, strict=True)):
+        of_part.copy_(part.reshape(of_part.shape))
+        if i < 2:
+            of_part[..., :r] = _rotate(of_part[..., :r], *tables)
+    return _store(g.flatten(0, 1), scale, amax_slot, dtype, dtype.itemsize == 1, colsum, scale_inv_slot)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from msamp.kernels.reference.rotary import check_gradients, check_tables, check_three, head_width
+from msamp.kernels.reference.rotary import check_gradients, check_tables, check_three, head_width, table_rows
 from msamp.kernels.triton.cast import _constants, _rounded, fp8_constants
 from msamp.kernels.triton.cast_transpose import (
     _code,
@@ -44,12 +44,18 @@ def _pairs(D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _angles(cos, sin, position, rows, c1, c2, R: tl.constexpr):
-    """Return cos and sin of both halves; 1 and 0 for channels that are not rotated."""
+    """Return cos and sin of both halves in FP32; 1 and 0 for channels that are not rotated."""
     at = position[:, None] * R
     in1, in2 = rows[:, None] & (c1 < R)[None, :], rows[:, None] & (c2 < R)[None, :]
     cos1, sin1 = tl.load(cos + at + c1[None, :], mask=in1, other=1.0), tl.load(sin + at + c1[None, :], mask=in1, other=0.0)
     cos2, sin2 = tl.load(cos + at + c2[None, :], mask=in2, other=1.0), tl.load(sin + at + c2[None, :], mask=in2, other=0.0)
-    return cos1, sin1, cos2, sin2
+    return cos1.to(tl.float32), sin1.to(tl.float32), cos2.to(tl.float32), sin2.to(tl.float32)
+
+
+@triton.jit
+def _position(token, batch, table, APART: tl.constexpr):
+    """Return the row of a token in tables of `table` rows."""
+    return token % table if APART else token // batch
 
 
 @triton.jit
@@ -67,17 +73,20 @@ def _line(token, batch, s_stride, b_stride):
 
 @triton.jit
 def _rotary_kernel(
-    qkv, cos, sin, tokens, batch, groups,
-    PER_GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, TILE_M: tl.constexpr,
+    qkv, cos, sin, tokens, batch, groups, table,
+    PER_GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, TILE_M: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     rows = token < tokens
     c1, c2, channels = _pairs(R, R, HALF)
     inside = rows[:, None] & channels[None, :]
-    cos1, sin1, cos2, sin2 = _angles(cos, sin, token // batch, rows, c1, c2, R)
-    line = (token.to(tl.int64) * groups + tl.program_id(1)) * ((PER_GROUP + 2) * D)
+    cos1, sin1, cos2, sin2 = _angles(cos, sin, _position(token, batch, table, APART), rows, c1, c2, R)
+    group, line = tl.program_id(1), token.to(tl.int64) * (groups * (PER_GROUP + 2) * D)
+    first, key = group * (PER_GROUP + 2), group * (PER_GROUP + 2) + PER_GROUP
+    if APART:
+        first, key = group * PER_GROUP, groups * PER_GROUP + group
     for head in range(PER_GROUP + 1):
-        here = qkv + head * D
+        here = qkv + (first + head if head < PER_GROUP else key) * D
         x1, x2 = _load_pair(here, line, c1, c2, inside)
         x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
         tl.store(here + line[:, None] + c1[None, :], (x1 * cos1 - x2 * sin1).to(qkv.dtype.element_ty), mask=inside)
@@ -171,8 +180,8 @@ def _add_sink(v1, v2, ds, sink, token, tokens, batch, group, head, c1, c2, chann
 @triton.jit
 def _rotary_backward_kernel(
     dq, dk, dv, cos, sin, ds, sink, g, g_t, sums, scale, amax, scale_inv, unscale, tokens, batch, N, q_lead, k_lead,
-    q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h,
-    PER_GROUP: tl.constexpr, TOGETHER: tl.constexpr, ALIGNED: tl.constexpr, E5M2: tl.constexpr,
+    q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, groups, table,
+    APART: tl.constexpr, PER_GROUP: tl.constexpr, TOGETHER: tl.constexpr, ALIGNED: tl.constexpr, E5M2: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, TILE_M: tl.constexpr,
     FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
@@ -181,6 +190,11 @@ def _rotary_backward_kernel(
     first_quad, column = tl.program_id(0).to(tl.int64) * (TILE_M // 4), tl.program_id(1).to(tl.int64) * D
     quad = tl.program_id(0) * (TILE_M // 4) + q
     group, head = tl.program_id(1) // (PER_GROUP + 2), tl.program_id(1) % (PER_GROUP + 2)
+    if APART:
+        group, head = tl.program_id(1) // PER_GROUP, tl.program_id(1) % PER_GROUP
+        if group >= groups:
+            rest = tl.program_id(1) - groups * PER_GROUP
+            group, head = rest % groups, PER_GROUP + rest // groups
     part, s_stride, b_stride, lead = dq + (group * PER_GROUP + head).to(tl.int64) * q_h, q_s, q_b, q_lead
     if head == PER_GROUP:
         part, s_stride, b_stride, lead = dk + group.to(tl.int64) * k_h, k_s, k_b, k_lead
@@ -195,7 +209,7 @@ def _rotary_backward_kernel(
     x2 = _load_token(part, 4 * quad + 2, low, tokens, batch, s_stride, b_stride, c1, c2, channels)
     x3 = _load_token(part, 4 * quad + 3, low, tokens, batch, s_stride, b_stride, c1, c2, channels)
     pairs = (x0, x1, x2, x3)
-    cos1, sin1, cos2, sin2 = _angles(cos, sin, 4 * quad // batch, 4 * quad < turning, c1, c2, R)
+    cos1, sin1, cos2, sin2 = _angles(cos, sin, _position(4 * quad, batch, table, APART), 4 * quad < turning, c1, c2, R)
     f, u = 1.0, 1.0
     if scale is not None:
         f = tl.load(scale)
@@ -212,7 +226,7 @@ def _rotary_backward_kernel(
             of_part = batch * (N // (PER_GROUP + 2))
             v1, v2 = _add_sink(v1, v2, ds, sink, token, tokens, batch, group, head, c1, c2, channels, of_part, PER_GROUP, D)
         if k > 0 and not TOGETHER:
-            cos1, sin1, cos2, sin2 = _angles(cos, sin, token // batch, token < turning, c1, c2, R)
+            cos1, sin1, cos2, sin2 = _angles(cos, sin, _position(token, batch, table, APART), token < turning, c1, c2, R)
         v1, v2 = tl.where(turns, v1 * cos1 + v2 * sin2, v1), tl.where(turns, v2 * cos2 - v1 * sin1, v2)
         top = _higher(_higher(top, v1), v2)
         total1, total2 = total1 + v1, total2 + v2
@@ -240,15 +254,15 @@ def parts(M: int) -> int:
     return max(1, triton.cdiv(M, BACKWARD_TILE_M))
 
 
-def rotary_(qkv, cos, sin, heads, groups):
+def rotary_(qkv, cos, sin, heads, groups, *, apart=False):
     """See the reference twin."""
     d = head_width(qkv, heads, groups)
     (s, b, _), r = qkv.shape, cos.shape[1]
-    check_tables(cos, sin, s, d)
+    check_tables(cos, sin, table_rows(s, b, apart), d)
     if r == 0 or s * b == 0:
         return
     _rotary_kernel[triton.cdiv(s * b, TILE_M), groups](
-        qkv, cos.contiguous(), sin.contiguous(), s * b, b, groups,
+        qkv, cos.contiguous(), sin.contiguous(), s * b, b, groups, len(cos), APART=apart,
         PER_GROUP=heads // groups, D=d, R=r, HALF=triton.next_power_of_2(r // 2), TILE_M=TILE_M, num_warps=WARPS,
     )  # fmt: skip
 
@@ -260,7 +274,7 @@ def rotary_cast(qkv, cos, sin, heads, groups, scales, amax_slots, dtype, *, scal
     check_three(scale_inv_slots, "scale_inv_slots")
     d = head_width(qkv, heads, groups)
     (s, b, _), r, device = qkv.shape, cos.shape[1], qkv.device
-    check_tables(cos, sin, s, d)
+    check_tables(cos, sin, (s,), d)
     qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
     query, key, value = (torch.empty((s, b, count, d), dtype=dtype, device=device) for count in (heads, groups, groups))
     codes = [part.view(torch.uint8) for part in (query, key, value)]
@@ -282,14 +296,16 @@ def rotary_cast(qkv, cos, sin, heads, groups, scales, amax_slots, dtype, *, scal
 
 
 def rotary_backward(
-    dq, dk, dv, cos, sin, scale, amax_slot, dtype, *, colsum=False, scale_inv_slot=None, scale_invs=None, ds=None, sink=None
-):
+    dq, dk, dv, cos, sin, scale, amax_slot, dtype, *,
+    colsum=False, scale_inv_slot=None, scale_invs=None, ds=None, sink=None, apart=False,
+):  # fmt: skip
     """See the reference twin."""
-    s, (_, b, heads, d) = cos.shape[0], dq.shape
+    outer, b, heads, d = dq.shape
+    s = outer if apart else cos.shape[0]
     check_gradients(dq, dk, dv, s)
     check_three(scale_invs, "scale_invs")
     groups, quantised, device = dk.shape[2], dtype.itemsize == 1, dq.device
-    check_tables(cos, sin, s, d)
+    check_tables(cos, sin, table_rows(s, b, apart), d)
     e5m2 = dq.dtype == torch.float8_e5m2
     if e5m2:
         dq, dk, dv = (part.view(torch.uint8) for part in (dq, dk, dv))
@@ -305,9 +321,9 @@ def rotary_backward(
         _rotary_backward_kernel[grid](
             dq, dk, dv, cos, sin, ds, sink, g, g_t if quantised else None, partial if colsum else None, scale, amax, scale_inv,
             scale_invs, M, max(1, b), N, s - len(dq), s - len(dk),
-            *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
-            PER_GROUP=heads // groups, TOGETHER=b % 4 == 0, ALIGNED=M % 4 == 0, E5M2=e5m2, D=d, R=cos.shape[1], HALF=half,
-            TILE_M=BACKWARD_TILE_M, num_warps=max(1, min(16, half // CHANNELS_A_WARP)), **constants,
+            *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], groups, len(cos),
+            APART=apart, PER_GROUP=heads // groups, TOGETHER=b % 4 == 0 and not apart, ALIGNED=M % 4 == 0, E5M2=e5m2,
+            D=d, R=cos.shape[1], HALF=half, TILE_M=BACKWARD_TILE_M, num_warps=max(1, min(16, half // CHANNELS_A_WARP)), **constants,
         )  # fmt: skip
 
     return g, g_t, _quantise(launch, scale, amax_slot, scale_inv_slot, dtype, device), partial

@@ -11,10 +11,11 @@ from torch import nn
 import msamp
 from helpers.moe_model import KEEP, Mixture
 from helpers.numerics import make
-from msamp.nn.convert import convert, survey
+from msamp.nn.convert import convert
 from msamp.nn.expert_matrices import ExpertMatrices
 from msamp.nn.filters import DEFAULT, all_of, exclude_names, include_names, min_features
 from msamp.nn.linear import FP8Linear
+from msamp.nn.survey import survey
 from msamp.numerics import recipe
 from msamp.numerics.metrics import sqnr_db
 from msamp.numerics.tensor import ScalingTensor

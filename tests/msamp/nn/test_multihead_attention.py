@@ -8,7 +8,8 @@ from torch import nn
 
 from helpers.choices import each_value
 from helpers.numerics import make
-from msamp.nn.convert import convert, survey
+from msamp.nn.convert import convert
+from msamp.nn.survey import survey
 from msamp.numerics import recipe
 from msamp.numerics.metrics import sqnr_db
 from msamp.numerics.tensor import ScalingTensor

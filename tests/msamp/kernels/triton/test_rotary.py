@@ -197,3 +197,35 @@ def test_large_on_the_gpu(scale, shape):
     kernel("rotary_", got, *tables(s, r, "cuda"), heads, groups)
     twin.rotary_(want, *tables(s, r, "cuda"), heads, groups)
     assert_plain(got, want, terms=torch.full_like(want, 50.0))
+
+
+@each_once(shape=SHAPES, dtype=DTYPES, rows=["positions", "tokens"], fmt=[E4M3, E5M2])
+def test_queries_keys_and_values_apart(shape, dtype, rows, fmt, triton_device):
+    b, s, heads, groups, d, r = shape
+    angles = [table.to(dtype) for table in tables(s if rows == "positions" else b * s, r, triton_device)]
+    qkv = make("normal", (b, s, (heads + 2 * groups) * d), device=triton_device).to(dtype)
+    got, want = qkv.clone(), qkv.clone()
+    assert kernel("rotary_", got, *angles, heads, groups, apart=True) is None
+    twin.rotary_(want, *angles, heads, groups, apart=True)
+    assert_plain(got, want, terms=torch.full_like(want, 50.0))
+    grads = [make("normal", (b, n, s, d), seed=n, device=triton_device).to(dtype).transpose(1, 2) for n in (heads, groups, groups)]
+    scale = torch.tensor(2.0, device=triton_device)
+    g, g_t, scale_inv, sums = kernel("rotary_backward", *grads, *angles, scale, None, fmt.dtype, colsum=True, apart=True)
+    wanted = twin.rotary_backward(*grads, *angles, scale, None, fmt.dtype, colsum=True, apart=True)
+    assert_codes(g, wanted[0], SHARE)
+    assert codes(g_t).equal(codes(g).t())
+    assert scale_inv.equal(wanted[2])
+    torch.testing.assert_close(sums.sum(0), wanted[3].sum(0), rtol=1e-4, atol=1e-3)
+
+
+def test_apart_is_the_packed_layout_in_another_order():
+    s, b, heads, groups, d, r = 5, 3, 4, 2, 8, 6
+    cos, sin = tables(s, r, "cpu")
+    qkv = make("normal", (s, b, (heads + 2 * groups) * d))
+    grouped = qkv.view(s, b, groups, heads // groups + 2, d)
+    apart = torch.cat([grouped[:, :, :, :-2].flatten(2), grouped[:, :, :, -2].flatten(2), grouped[:, :, :, -1].flatten(2)], -1)
+    apart = apart.transpose(0, 1).contiguous()
+    twin.rotary_(qkv, cos, sin, heads, groups)
+    twin.rotary_(apart, cos, sin, heads, groups, apart=True)
+    assert apart[..., : heads * d].transpose(0, 1).reshape(s, b, groups, -1, d).equal(grouped[:, :, :, :-2])
+    assert apart[..., heads * d : (heads + groups) * d].transpose(0, 1).reshape(s, b, groups, d).equal(grouped[:, :, :, -2])
