@@ -111,37 +111,17 @@ def run(command: Sequence[str], threads: int) -> None:
     """Run a command, and show its output as it comes.
 
     Raises:
-        RunStopped: it failed. In every case, no process that the command started is left running.
+        RunStopped: it failed. An interrupted command is ended.
     """
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
     process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
     try:
         process.wait()
     finally:
-        if process.poll() is None:
-            _stop(process)
+        process.terminate()  # torchrun ends its workers
+        process.wait()
     if process.returncode:
         raise RunStopped(f"exit code {process.returncode} from: {shlex.join(command)}")
-
-
-def _stop(process: subprocess.Popen) -> None:
-    """End a process and its descendants: torchrun's workers run in their own sessions, which a signal to torchrun does not reach at
-    once."""
-    import psutil
-
-    try:
-        parent = psutil.Process(process.pid)
-        family = [*parent.children(recursive=True), parent]
-    except psutil.NoSuchProcess:
-        return
-    for member in family:
-        try:
-            member.terminate()
-        except psutil.NoSuchProcess:
-            continue
-    for member in psutil.wait_procs(family, timeout=5)[1]:
-        member.kill()
-    process.wait()
 
 
 def fresh(folder: Path) -> None:

@@ -8,13 +8,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
-import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -28,9 +25,8 @@ from megatron.lm.data.preprocessing.indexing import read_counts
 from megatron.lm.data.reading.order import Builder, EpochDataset, MockDataset
 from megatron.lm.data.tokenizers.tokenizer import Tokenizer
 from megatron.lm.processes.agreement import all_or_none
-from megatron.lm.shell.files import own_folder, read_text, written_aside
+from megatron.lm.shell.files import own_folder
 
-_SCAN = 1 << 24  # tokens checked at a time
 _MAGIC, _HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
 _HOW_TO_MAKE = "create one with megatron.lm.tools.preprocess_data, and pass its prefix without .bin or .idx"
 
@@ -65,8 +61,8 @@ def build_datasets(
         [s] float32. None if the split has no samples, or none are needed.
 
     Raises:
-        ValueError: on all ranks: data that is missing, empty, truncated, malformed, shorter than one sequence, or with ids outside the
-            vocabulary; bad counts next to it; contradictory or malformed `--data-path` or `--split`.
+        ValueError: on all ranks: data that is missing, empty, truncated, malformed or shorter than one sequence; bad counts next to it;
+            contradictory or malformed `--data-path` or `--split`. A sample with ids outside the vocabulary raises one when it is read.
     """
     if config.data.mock_data:
         with _process_group():
@@ -81,7 +77,7 @@ def build_datasets(
     with _process_group():
         files = all_or_none(lambda: _open_all(blends, wanted, shares, config))
         cache = _cache_folder(config.data, files)
-        all_or_none(lambda: _prepare_cache(config.data, cache, files, tokenizer))
+        all_or_none(lambda: _make_cache_folder(config.data, cache, files))
         weighted = [_weighted(blend, files, i, shares, config.data) for i, blend in enumerate(blends)]
         dataset_config = _gpt_config(config, tokenizer, weighted, wanted, cache)
         built = Builder(EpochDataset, list(wanted), lambda: True, dataset_config).build()
@@ -141,26 +137,6 @@ def read_index(prefix: str) -> IndexedFile:
         raise ValueError(f"dataset {prefix}: {idx} points outside {data}: damaged; {_HOW_TO_MAKE}")
     _check_size(prefix, data, int(ends.max()))
     return IndexedFile(prefix=prefix, lengths=lengths, dtype=known[code], fingerprint=hashlib.sha256(raw).hexdigest())
-
-
-def check_token_range(prefix: str, dtype: np.dtype, vocab_size: int) -> None:
-    """Check all ids in one pass over `prefix.bin`; ValueError if an id is outside [0, vocab_size)."""
-    if dtype.kind == "u" and np.iinfo(dtype).max < vocab_size:
-        return
-    try:
-        with Path(f"{prefix}.bin").open("rb") as stream:
-            while len(part := np.fromfile(stream, dtype, _SCAN)):
-                low, high = int(part.min()), int(part.max())
-                if low < 0 or high >= vocab_size:
-                    break
-            else:
-                return
-    except OSError as error:
-        raise ValueError(f"dataset {prefix}: {prefix}.bin cannot be read ({error.strerror})") from None
-    raise ValueError(
-        f"dataset {prefix}: token id {low if low < 0 else high} is outside the tokenizer's [0, {vocab_size}): "
-        "train with the tokenizer that the data was tokenized with, or rebuild the data with megatron.lm.tools.preprocess_data"
-    )
 
 
 def _check_size(prefix: str, data: Path, expected: int) -> None:
@@ -241,39 +217,16 @@ def _cache_folder(data: DataConfig, files: dict[str, IndexedFile]) -> Path:
     return root / digest[:16]
 
 
-def _prepare_cache(config: DataConfig, cache: Path, files: dict[str, IndexedFile], tokenizer: Tokenizer) -> None:
-    """On rank 0, check the token ids and create the cache folder. A note there records checked data by its inode, size
-    and times."""
+def _make_cache_folder(config: DataConfig, cache: Path, files: dict[str, IndexedFile]) -> None:
+    """Create the cache folder on rank 0."""
     if dist.get_rank() != 0 or not files:
         return
-    note = cache / "token_range.json"
-    seen = _read_note(note)
-    entries = {}
-    for prefix, file in files.items():
-        state = os.stat(f"{prefix}.bin")
-        entries[prefix] = [state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns, tokenizer.vocab_size]
-        if seen.get(prefix) != entries[prefix]:
-            check_token_range(prefix, file.dtype, tokenizer.vocab_size)
     try:
         if not config.data_cache_path:  # a folder next to the data, which may be shared
             own_folder(cache.parent)
         own_folder(cache)
-        with written_aside(note) as stream:
-            stream.write(json.dumps(seen | entries).encode())
     except (OSError, ValueError) as error:
         raise ValueError(f"index caches cannot be written to {cache} ({error}): set --data-cache-path to a writable folder") from None
-
-
-def _read_note(note: Path) -> dict[str, Any]:
-    """Return the data that was checked before; a damaged note reads as empty, so that the data is checked again."""
-    try:
-        seen = json.loads(read_text(note))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as problem:
-        print(f"{note} is invalid ({problem}): the token ids are checked again", flush=True)
-        return {}
-    return seen if isinstance(seen, dict) else {}
 
 
 def _gpt_config(
