@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from megatron.lm.config.cli import parse_args
 from tools.measurements import ROOT, Row
-from tools.reproduce import coat_flow, recorded
+from tools.reproduce import coat_flow
 from tools.reproduce.coat_activations import KEPT, SWIGLU, bytes_rows
 from tools.reproduce.entry import Finding, Task, training
 from tools.reproduce.fp16_lstm import bytes_of
@@ -26,7 +26,6 @@ LLAMA = {"7b": "--preset 7b", "13b": "--preset 13b --tensor-model-parallel-size 
 LIKE_LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear"
 SMOLLM2 = "data/smollm2"
 GROUPS = "groups of 16 channels"
-ABOVE = "coat: validation loss above BF16's, mean of the seeds"
 GAIN = "norm input: groups of 16 channels above one scale, worst token"
 
 
@@ -115,15 +114,3 @@ def share(task: Task) -> Iterator[Finding]:
             if row["kept"] == "compute":
                 linear = 2 * (2 * config.model.hidden_size + config.model.ffn_size)
                 yield Finding(f"{model}, activations kept as compute: linear layers", 100 * linear / (kept + other), "less than 25", "%")
-
-
-def loss(task: Task) -> Iterator[Finding]:
-    """Compare the last validation losses of GPT-125M with COAT and BF16 at the same seeds, from the rows of `compare_precisions.py`."""
-    final = recorded.final_losses()
-    for name in (recorded.BASE, "coat"):
-        for seed, value in final[name].items():
-            yield Finding(f"{name}: validation loss", value, unit="nats per token", seed=seed, where=recorded.row_of(name))
-    above = recorded.paired("coat").relative
-    yield Finding(ABOVE, 100 * above.mean, 0.0, "%", where=recorded.row_of("coat"))
-    if above.half_width is not None:
-        yield Finding("half width of its 95 % interval", 100 * above.half_width, unit="%", where=recorded.row_of("coat"))

@@ -1,7 +1,7 @@
-"""Reproduce Collage's Tables 5 and 6, Figures 2 and 3 (the share of updates that arrives), and Table 7 with Figure 4 (speed and memory).
+"""Reproduce Collage's Table 6, Figures 2 and 3 (the share of updates that arrives), Table 5 right, and Table 7 (speed).
 
 Options have the paper's names: A is BF16 only, light and plus use multi-component floats, D has FP32 states and master weights. Tables
-1 and 2 are in exact.py, 3 and 4 in post.py, 8 in grids.py.
+1 and 2 are in exact.py, 3 and 4 in post.py, 8 in grids.py; Table 5 and Figure 4 are queries of findings.toml.
 """
 
 import itertools
@@ -13,12 +13,11 @@ from pathlib import Path
 
 from megatron.lm.tools.inspect_scales import read as read_steps
 from megatron.lm.tools.report import Run
-from tools.measurements import ROOT, Row
-from tools.reproduce import recorded, throughput
+from tools.measurements import ROOT
+from tools.reproduce import queries
 from tools.reproduce.coat_flow import Flow, Llama
 from tools.reproduce.entry import WHOLE, Finding, Task, paper, training
 from tools.reproduce.fp16_lstm import bytes_of
-from tools.reproduce.recorded import REPRODUCE, final_losses, row_of
 from tools.reproduce.trainings import ENWIK8, Loop, collage, trained
 
 TABLE6, DOUBLED6 = (
@@ -35,42 +34,7 @@ COURSE6 = {"d": "bf16-d", "plus": "collage-plus", "light": "collage-light", "a":
 # GPT-125M, one epoch of enwik8. Its runs take batch and steps from here, and the rest from the preset, which agrees.
 FULL6 = Loop(width=768, layers=12, length=2048, batch=4, steps=2000)
 AT_ONCE, RECORDS = 3, 10  # concurrent training runs, and recorded steps
-BETA2 = f"{REPRODUCE}/beta2_125m"  # of Table 6 with several seeds
-KEPT_BETA2 = 0.95  # beta2 of the comparison of all precisions, which Table 5 reads too
-
-
-def table5(task: Task) -> Iterator[Finding]:
-    """Report GPT-125M with beta2 0.95 from the rows of compare_precisions."""
-    yield from _kept_perplexities("125M")
-    final = final_losses()
-    for variant, name in NAMES.items():
-        for seed in (seed for seed in final[name] if seed in final[NAMES["d"]]):
-            yield Finding(f"{variant}, 125M: validation loss", final[name][seed], unit="nats per token", seed=seed, where=row_of(name))
-
-
-def table6_by_seed(task: Task) -> Iterator[Finding]:
-    """Report GPT-125M at each beta2 with several seeds, trained by compare_precisions: losses, and perplexity over D's at each seed."""
-    precisions, curves = recorded.files(BETA2)
-    final, rows = recorded.final_losses(precisions, curves), recorded.by_precision(precisions)
-    for beta2, (variant, name) in itertools.product(TABLE6["d"], NAMES.items()):
-        case, base = f"{name} --adam-beta2 {beta2}", final.get(f"{NAMES['d']} --adam-beta2 {beta2}", {})
-        for seed, loss in final.get(case, {}).items():
-            yield Finding(f"{variant}, beta2 {beta2}: validation loss", loss, unit="nats per token", seed=seed, where=rows[case])
-            if variant != "d" and seed in base:
-                theirs = TABLE6[variant][beta2] / TABLE6["d"][beta2]
-                quantity = f"{variant}, beta2 {beta2}: validation perplexity over D's"
-                yield Finding(quantity, math.exp(loss - base[seed]), theirs, seed=seed, where=rows[case])
-
-
-def _kept_perplexities(model: str) -> Iterator[Finding]:
-    """Yield perplexity over D's at each seed that the option shares with D: seeds differ by more than these options do."""
-    final = final_losses()
-    base = final[NAMES["d"]]
-    for variant, name in NAMES.items():
-        ratio = TABLE6[variant][KEPT_BETA2] / TABLE6["d"][KEPT_BETA2]
-        for seed in (seed for seed in final[name] if seed in base):
-            ours = math.exp(final[name][seed] - base[seed])
-            yield Finding(f"{variant}, {model}: validation perplexity over D's", ours, ratio, seed=seed, where=row_of(name))
+KEPT_BETA2 = 0.95  # beta2 of the comparison of all precisions
 
 
 def table6(task: Task) -> Iterator[Finding]:
@@ -104,7 +68,7 @@ def _table6_at_125m(task: Task) -> Iterator[Finding]:
     """Yield perplexity over D's; lost arithmetic and the share of the update that arrives, means over the recorded steps."""
     beta2, loop, papers = setting6(task.piece, FULL6)
     if task.piece == f"beta2 {KEPT_BETA2}":
-        yield from _kept_perplexities(task.piece)
+        yield from queries.findings("options_small_beta2")
         return
     with ThreadPoolExecutor(AT_ONCE) as pool:
         runs = dict(zip(COURSE6, pool.map(lambda name: _recorded(name, beta2, loop, task.folder), COURSE6.values()), strict=True))
@@ -183,39 +147,4 @@ def llama(task: Task) -> Iterator[Finding]:
 
 def table7(task: Task) -> Iterator[Finding]:
     """Report speed over option D's on one GPU: the paper's models from recorded steps; 125M from its runs."""
-    if task.piece != WHOLE:
-        yield from throughput.collage_on_file(task)
-        return
-    base = row_of(NAMES["d"])
-    for variant, name in NAMES.items():
-        row, theirs = row_of(name), {**paper("collage.table7")["1.3b"], NAMES["d"]: 1.0}[name]
-        ours = float(row["tokens_s"]) / float(base["tokens_s"])
-        yield Finding(f"{variant}: speed over D's; ours at 125M, the paper's at 1.3B", ours, theirs, where=row)
-
-
-def steps_of(model: str) -> dict[str, Row]:
-    """Return the newest recorded steps of a model of `throughput.MODELS7` in which all options were measured together, by precision."""
-    preset, micro_batch, flags = throughput.MODELS7[model]
-    return throughput.together(f"{preset} {flags}".strip(), micro_batch, tuple(NAMES.values()))
-
-
-def figure4(task: Task) -> Iterator[Finding]:
-    """Report peak memory saved against option D: 125M in training, and the paper's larger models in measured whole steps."""
-    sources = [{name: row_of(name) for name in NAMES.values()}, *(rows for rows in map(steps_of, throughput.MODELS7) if rows)]
-    for rows in sources:
-        base = rows[NAMES["d"]]
-        model = f"{float(base['params_m']) / 1e3:.1f}B" if "params_m" in base else "125M"
-        for variant, name in NAMES.items():
-            yield Finding(f"{variant}, {model}: peak memory", float(rows[name]["peak_gib"]), unit="GiB", where=rows[name])
-            if variant != "d":
-                yield Finding(f"{variant}, {model}: peak memory saved against D", _saved(rows[name], base), unit="%", where=rows[name])
-    for variant in ("light", "plus"):
-        name = NAMES[variant]
-        saved = sum(_saved(rows[name], rows[NAMES["d"]]) for rows in sources) / len(sources)
-        yield Finding(
-            f"{variant}: saved against D, mean of the models", saved, paper("collage.figure4.gpts")[variant], "%", where=sources[-1][name]
-        )
-
-
-def _saved(row: Row, base: Row) -> float:
-    return 100 * (1 - float(row["peak_gib"]) / float(base["peak_gib"]))
+    return queries.findings("speeds_125m" if task.piece == WHOLE else "speeds_7", piece=task.piece)

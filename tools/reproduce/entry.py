@@ -134,8 +134,8 @@ class Entry:
         name: its name on the command line, and of its CSV and page.
         title: the paper, and the table or figure.
         claim: what the paper concludes from it, in a sentence.
-        run: the function that returns the findings of a `Task`, or its name in this folder, `MODULE.FUNCTION`; `queries.NAME`: queries of
-            `findings.toml`.
+        run: the function that returns the findings of a `Task`, or its name in this folder, `MODULE.FUNCTION`; `queries.NAME NAME ..`:
+            queries of `findings.toml`.
         sizes: from the smallest to the largest, with what each requires; `toy`, if defined, takes seconds on a CPU.
         pieces: the pieces of the sizes that are divided; the results of each are written when it ends.
         headline: the quantity shown in the overview.
@@ -184,7 +184,7 @@ class Entry:
             return self.run(task)
         module, _, function = self.run.partition(".")
         loaded = importlib.import_module(f"tools.reproduce.{module}")
-        found: Iterable[Finding] = loaded.findings(function) if module == "queries" else getattr(loaded, function)(task)
+        found: Iterable[Finding] = loaded.findings(*function.split()) if module == "queries" else getattr(loaded, function)(task)
         return found
 
     def pieces_of(self, size: str) -> Sequence[str]:

@@ -15,12 +15,12 @@ from megatron.lm.planning.rates import rates_of
 from megatron.lm.planning.search import Planned
 from tools.measurements import Row, read
 from tools.precisions import case_flags
-from tools.reproduce import planner, table7, table8, throughput
+from tools.reproduce import planner, queries, table7, table8
 from tools.reproduce.collage import NAMES
 from tools.reproduce.entry import NOT_MEASURED, WHOLE, Finding, Task, paper
-from tools.reproduce.recorded import PREDICTED
 
 GIB = 2**30
+PREDICTED = "tools/reproduce/results/planner.csv"
 CARD = 80.0  # GiB of the paper's H100s; the dry run reserves 3 for CUDA and NCCL
 GRIDS = {"7b": 32, "13b": 32, "175b": 128}  # GPUs of Table 5: TP x PP x DP
 PRECISIONS5 = {"bf16": "BF16", "O3": "FP8"}  # name in the planner's rows -> the paper's name
@@ -64,11 +64,8 @@ def weight_volume(config: Config, gpus: int) -> float:
 def table5(task: Task) -> Iterator[Finding]:
     """Report memory by the dry run and volume from shapes, on the paper's grids; and models on one GPU, from recorded
     results."""
-    if task.piece == throughput.LAYERS5:
-        yield from throughput.layers_on_file(task)
-        return
     if task.piece != WHOLE:
-        yield from throughput.on_file(task)
+        yield from queries.findings(f"on_card_{task.piece}")
         return
     for model, gpus in GRIDS.items():
         configs = {name: configuration(model, level) for name, level in LEVELS.items()}

@@ -11,7 +11,6 @@ from tools.measurements import ROOT, Row, read
 from tools.reproduce import queries
 from tools.reproduce.collage import NAMES
 from tools.reproduce.entry import Finding, Task
-from tools.reproduce.recorded import ENCODERS
 from tools.reproduce.rlhf_memory import counted
 from tools.reproduce.trainings import byte_data, trained
 
@@ -57,21 +56,11 @@ SMALL_ENCODERS = {
 # ------------------------------------------------------------------------------------------------------------ FP8-LM, recorded
 
 
-def table2(task: Task) -> Iterator[Finding]:
-    """Report the recorded zero-shot scores, and losses of longer runs."""
-    return queries.findings("zero_shot", "continued")
-
-
-def table3(task: Task) -> Iterator[Finding]:
-    """Report fine-tuning at each level."""
-    yield from queries.findings("sft", "tuned", "llama_steps", task="sft")
-
-
 def table4(task: Task) -> Iterator[Finding]:
     """Report PPO at O0 and O3, and DPO."""
     yield from queries.findings("ppo")
     yield from counted()
-    yield from queries.findings("ppo_speeds", "dpo", "tuned", "dpo_rates", task="dpo")
+    yield from queries.findings("ppo_speeds", "dpo", "tuned_dpo", "dpo_rates")
 
 
 # -------------------------------------------------------------------------------------------------------------------- encoders
@@ -133,7 +122,7 @@ def _encoders(task: Task) -> tuple[list[Row], dict[str, Path]]:
 
 def collage_table3(task: Task) -> Iterator[Finding]:
     """Report perplexity after each phase."""
-    return encoder_findings(read(ENCODERS) if task.size == "kept" else _encoders(task)[0])
+    return encoder_findings(read("tools/bench/results/encoders.csv") if task.size == "kept" else _encoders(task)[0])
 
 
 def collage_table4(task: Task) -> Iterator[Finding]:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from tools.measurements import read
 from tools.reproduce import grids
 from tools.reproduce.entry import NOT_MEASURED, Finding, Task, paper
-from tools.reproduce.recorded import PREDICTED
 
 COLUMNS = ("memory, GB", "samples per second", "TFLOPS", "MFU, %", "share of a step in weight-related communication, %", "volume, GB")
 WEIGHTS_IN_WORDS = {"first": -46.0, "second": -32.0}  # what each version's introduction says of the weights, %
@@ -44,7 +43,7 @@ def _gains(version: str, model: str, rows: Mapping[str, Sequence[float]]) -> Ite
     memory = {name: grids.fullest(grids.configuration(model, level), grids.GRIDS[model]) for name, level in grids.LEVELS.items()}
     speed = {
         (grids.PRECISIONS5[row["precision"]], int(row["micro_batch"])): float(row["samples_s"])
-        for row in read(PREDICTED)
+        for row in read(grids.PREDICTED)
         if (row["what"], row["model"]) == ("table5", model)
     }
     prefix = f"{version} version, {model}: "
