@@ -92,7 +92,7 @@ class Ranks:
         settings, iterations = config.training, config.iterations(1)
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
         samples = config.samples_read(1) + 2 * ranks * settings.micro_batch_size
-        data, _, _ = build_datasets(config, tokenizer, (samples, 0, 0))
+        data, _, _ = build_datasets(config.data, tokenizer, (samples, 0, 0), seq_length=config.model.seq_length, seed=settings.seed)
         assert data is not None
         stream = batches(
             data,

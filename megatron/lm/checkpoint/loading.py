@@ -198,7 +198,9 @@ def _check_fits(saved: SavedCheckpoint, training: Training) -> str | None:
             f"the loss scale in {config.checkpoint.load} is {scale['loss_scale']:g}, below --min-loss-scale {least:g}: lower it, "
             "or initialize the optimizer with --no-load-optim"
         )
-    return check_same(info, config, training.data)
+    if finetune:
+        return None
+    return check_same(info, training.data, config.data, seq_length=config.model.seq_length, load=config.checkpoint.load)
 
 
 def _differing_batches(info: dict[str, Any], config: Config) -> list[str]:

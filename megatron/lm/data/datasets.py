@@ -19,7 +19,7 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import DType
 from torch.utils.data import Dataset
 
-from megatron.lm.config import Config, DataConfig
+from megatron.lm.config import DataConfig
 from megatron.lm.config.blend_file import SPLITS, Blend, parse_blend, parse_split
 from megatron.lm.data.preprocessing.indexing import read_counts
 from megatron.lm.data.reading.order import Builder, EpochDataset, MockDataset
@@ -42,7 +42,7 @@ class IndexedFile:
 
 
 def build_datasets(
-    config: Config, tokenizer: Tokenizer, sample_counts: tuple[int, int, int]
+    data: DataConfig, tokenizer: Tokenizer, sample_counts: tuple[int, int, int], *, seq_length: int, seed: int
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """Build the train, valid and test datasets with megatron-core's BlendedMegatronDatasetBuilder and GPTDataset, in the order of `order`.
 
@@ -51,10 +51,12 @@ def build_datasets(
     content of the indices, so a dataset that was rebuilt under the same name gets new caches; a damaged cache is rebuilt (`cache`).
 
     Args:
-        config: model.seq_length, training.seed and data.
+        data: the flags of the run's data.
         tokenizer: provides the end-of-document id and the legal range of ids.
         sample_counts: samples of seq_length tokens needed from each split; data that is too short repeats, and each epoch is shuffled
             independently. 0: no dataset.
+        seq_length: tokens of a sample.
+        seed: of the order.
 
     Returns:
         One dataset per split, with at least that many samples: `dataset[i]` contains tokens, labels, position_ids [s] int64 and loss_mask
@@ -64,22 +66,22 @@ def build_datasets(
         ValueError: on all ranks: data that is missing, empty, truncated, malformed or shorter than one sequence; bad counts next to it;
             contradictory or malformed `--data-path` or `--split`. A sample with ids outside the vocabulary raises one when it is read.
     """
-    if config.data.mock_data:
+    if data.mock_data:
         with _process_group():
-            mock_config = _gpt_config(config, tokenizer, [None] * len(SPLITS), list(sample_counts), None)
+            mock_config = _gpt_config(data, tokenizer, [None] * len(SPLITS), list(sample_counts), None, seq_length, seed)
             train, valid, test = Builder(MockDataset, list(sample_counts), lambda: True, mock_config).build()
             return train, valid, test
-    blends = split_blends(config.data)
-    shares = parse_split(config.data.split) if config.data.data_path else [1.0 if blend else 0.0 for blend in blends]
+    blends = split_blends(data)
+    shares = parse_split(data.split) if data.data_path else [1.0 if blend else 0.0 for blend in blends]
     wanted = [count if share > 0 else 0 for count, share in zip(sample_counts, shares, strict=True)]
     if sample_counts[0] > 0 and wanted[0] == 0:
-        raise ValueError(f"no training data: give the training split a share in --split {config.data.split}, or set --train-data-path")
+        raise ValueError(f"no training data: give the training split a share in --split {data.split}, or set --train-data-path")
     with _process_group():
-        files = all_or_none(lambda: _open_all(blends, wanted, shares, config))
-        cache = _cache_folder(config.data, files)
-        all_or_none(lambda: _make_cache_folder(config.data, cache, files))
-        weighted = [_weighted(blend, files, i, shares, config.data) for i, blend in enumerate(blends)]
-        dataset_config = _gpt_config(config, tokenizer, weighted, wanted, cache)
+        files = all_or_none(lambda: _open_all(blends, wanted, shares, data, seq_length))
+        cache = _cache_folder(data, files)
+        all_or_none(lambda: _make_cache_folder(data, cache, files))
+        weighted = [_weighted(blend, files, i, shares, data) for i, blend in enumerate(blends)]
+        dataset_config = _gpt_config(data, tokenizer, weighted, wanted, cache, seq_length, seed)
         built = Builder(EpochDataset, list(wanted), lambda: True, dataset_config).build()
     train, valid, test = built
     return train, valid, test
@@ -164,7 +166,9 @@ def _process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _open_all(blends: list[Blend | None], wanted: list[int], shares: list[float], config: Config) -> dict[str, IndexedFile]:
+def _open_all(
+    blends: list[Blend | None], wanted: list[int], shares: list[float], data: DataConfig, seq_length: int
+) -> dict[str, IndexedFile]:
     """Read every index that a needed split draws from, and check that the split's part of it fills a sequence."""
     files: dict[str, IndexedFile] = {}
     for i, (blend, count) in enumerate(zip(blends, wanted, strict=True)):
@@ -172,18 +176,18 @@ def _open_all(blends: list[Blend | None], wanted: list[int], shares: list[float]
             read_counts(blend.prefixes[0])  # evaluations use them for bits per byte: reject bad ones before the first step
         for prefix in blend.prefixes if blend and count > 0 else []:
             files.setdefault(prefix, read_index(prefix))
-            part = _part(files[prefix], i, shares, config.data)
-            tokens, needed = int(part.sum(dtype=np.int64)), config.model.seq_length + 1
+            part = _part(files[prefix], i, shares, data)
+            tokens, needed = int(part.sum(dtype=np.int64)), seq_length + 1
             if not len(part):
-                share = f"--split {config.data.split}" if config.data.data_path else f"--{SPLITS[i]}-data-path"
+                share = f"--split {data.split}" if data.data_path else f"--{SPLITS[i]}-data-path"
                 raise ValueError(
                     f"the {SPLITS[i]} split of {prefix} has no document: {len(files[prefix].lengths)} documents are too few for its share "
                     f"of {share}; give it a larger share or none (such as --split 95,5,0), or set --eval-iters 0"
                 )
             if tokens < needed:
                 raise ValueError(
-                    f"the {SPLITS[i]} split of {prefix} has {tokens} tokens in {len(part)} documents; --seq-length "
-                    f"{config.model.seq_length} needs {needed}: use a shorter --seq-length, a larger share of --split, or more text"
+                    f"the {SPLITS[i]} split of {prefix} has {tokens} tokens in {len(part)} documents; --seq-length {seq_length} needs "
+                    f"{needed}: use a shorter --seq-length, a larger share of --split, or more text"
                 )
     return files
 
@@ -230,21 +234,27 @@ def _make_cache_folder(config: DataConfig, cache: Path, files: dict[str, Indexed
 
 
 def _gpt_config(
-    config: Config, tokenizer: Tokenizer, blends: list[tuple[list[str], list[float] | None] | None], wanted: list[int], cache: Path | None
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    blends: list[tuple[list[str], list[float] | None] | None],
+    wanted: list[int],
+    cache: Path | None,
+    seq_length: int,
+    seed: int,
 ) -> GPTDatasetConfig:
-    shared = bool(config.data.data_path)
+    shared = bool(data.data_path)
     used = [blend if count > 0 else None for blend, count in zip(blends, wanted, strict=True)]
     result = GPTDatasetConfig(
-        random_seed=config.training.seed,
-        sequence_length=config.model.seq_length,
+        random_seed=seed,
+        sequence_length=seq_length,
         blend=blends[0] if shared else None,
         blend_per_split=None if shared else used,
-        split=config.data.split if shared else None,
+        split=data.split if shared else None,
         path_to_cache=str(cache) if cache else None,
         tokenizer=tokenizer,
-        reset_position_ids=config.data.reset_position_ids,
+        reset_position_ids=data.reset_position_ids,
         reset_attention_mask=False,  # see `documents`: no mask is built on the host
-        eod_mask_loss=config.data.eod_mask_loss,
+        eod_mask_loss=data.eod_mask_loss,
         create_attention_mask=False,
     )
     if result.split_matrix is not None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from megatron.lm.config import Config
+from megatron.lm.config import DataConfig
 from megatron.lm.data.documents import DOCUMENTS
 from megatron.lm.data.tokenizers.tokenizer import Tokenizer
 
@@ -30,9 +30,9 @@ MASKED = "masked-lm"
 KEPT, REPLACED = 0.1, 0.1  # fractions of the selected tokens that are unchanged, and that become a random token
 
 
-def model_vocabulary(config: Config, tokenizer: Tokenizer) -> int:
+def model_vocabulary(objective: str, tokenizer: Tokenizer) -> int:
     """Return the vocabulary size of the model: the tokenizer's, plus one id for the mask if the tokenizer has none."""
-    return tokenizer.vocab_size + (config.model.objective == MASKED and tokenizer.mask is None)
+    return tokenizer.vocab_size + (objective == MASKED and tokenizer.mask is None)
 
 
 class MaskedDataset(Dataset):
@@ -94,9 +94,8 @@ class MaskedDataset(Dataset):
         return np.concatenate([words[i] for i in order[:taken]])
 
 
-def masked(samples: Dataset, config: Config, tokenizer: Tokenizer) -> Dataset:
+def masked(samples: Dataset, objective: str, data: DataConfig, tokenizer: Tokenizer, seed: int) -> Dataset:
     """Return the samples for the run's objective: unchanged, or masked."""
-    if config.model.objective != MASKED:
+    if objective != MASKED:
         return samples
-    data = config.data
-    return MaskedDataset(samples, tokenizer, seed=config.training.seed, probability=data.mask_prob, whole_words=data.mask_whole_words)
+    return MaskedDataset(samples, tokenizer, seed=seed, probability=data.mask_prob, whole_words=data.mask_whole_words)

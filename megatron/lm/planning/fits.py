@@ -35,7 +35,7 @@ def with_vocabulary(config: Config) -> Config:
     """
     if config.data.tokenizer_type in (None, "NullTokenizer"):
         return config
-    size = model_vocabulary(config, build_tokenizer(config.data, config.model.vocab_size))
+    size = model_vocabulary(config.model.objective, build_tokenizer(config.data, config.model.vocab_size))
     return replace(config, model=replace(config.model, vocab_size=size))
 
 

@@ -90,7 +90,7 @@ def check_encoder(info: dict[str, Any], config: Any, tokenizer: Tokenizer, path:
             f"{path} contains a GPT with causal attention (--objective {config.model.objective}): give a checkpoint that was trained "
             f"with --objective {MASKED}"
         )
-    now = model_vocabulary(config, tokenizer)
+    now = model_vocabulary(config.model.objective, tokenizer)
     if now != info["vocab_size"]:
         raise ValueError(
             f"the tokenizer has a vocabulary of {now} ids, but {path} was trained with {info['vocab_size']}: give the tokenizer of its "

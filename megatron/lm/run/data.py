@@ -34,21 +34,23 @@ class RunData:
         evaluated = config.training.eval_iters * config.global_batch_size(ranks)
         self.config = config
         self.tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-        self.train, self.valid, self.test = build_datasets(config, self.tokenizer, (config.samples_read(ranks), evaluated, evaluated))
+        counts = (config.samples_read(ranks), evaluated, evaluated)
+        seq_length, seed = config.model.seq_length, config.training.seed
+        self.train, self.valid, self.test = build_datasets(config.data, self.tokenizer, counts, seq_length=seq_length, seed=seed)
         splits = {"training": self.train, "validation": self.valid, "test": self.test}
-        check_same_data(splits, self.tokenizer, config.training.seed)
-        self.vocab_size = model_vocabulary(config, self.tokenizer)
+        check_same_data(splits, self.tokenizer, seed)
+        self.vocab_size = model_vocabulary(config.model.objective, self.tokenizer)
 
     def batches(self, training: Training, dataset: Dataset, consumed_samples: int) -> Batches:
         """Return this rank's micro-batches of a dataset from a position on."""
-        readers = training.grid.batch
+        data, readers = self.config.data, training.grid.batch
         return batches(
-            masked(numbered(dataset, self.config.data, self.tokenizer), self.config, self.tokenizer),
+            masked(numbered(dataset, data, self.tokenizer), self.config.model.objective, data, self.tokenizer, self.config.training.seed),
             micro_batch_size=self.config.training.micro_batch_size,
             data_parallel_rank=readers.rank,
             data_parallel_size=readers.size,
             consumed_samples=consumed_samples,
-            num_workers=self.config.data.num_workers,
+            num_workers=data.num_workers,
             device=process_groups.device(),
             context=training.grid.context,
         )

@@ -33,7 +33,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
-from megatron.lm.config import Config, DataConfig
+from megatron.lm.config import DataConfig
 from megatron.lm.config.cli import config_from_dict
 from megatron.lm.config.sections.schema import flag
 from megatron.lm.data.reading.cache import kept
@@ -190,13 +190,14 @@ def check_same_data(datasets: Mapping[str, Dataset | None], tokenizer: Tokenizer
             )
 
 
-def check_same(info: dict[str, Any], config: Config, now: dict[str, Any] | None) -> str | None:
+def check_same(info: dict[str, Any], now: dict[str, Any] | None, data: DataConfig, *, seq_length: int, load: str | None) -> str | None:
     """Check that a resumed run continues in the data order of the checkpoint.
 
     Args:
         info: `checkpoint.json`; an older one has no `data`.
-        config: of this run.
         now: `description` of this run's data; None if it has no data.
+        data, seq_length: of this run.
+        load: the folder of the checkpoint, for the message.
 
     Returns:
         A message with the differences that `--override-data` allows, or a note that the checkpoint does not record all of them; or None.
@@ -204,14 +205,14 @@ def check_same(info: dict[str, Any], config: Config, now: dict[str, Any] | None)
     Raises:
         ValueError: the order differs, and `--override-data` is not set.
     """
-    if now is None or config.checkpoint.finetune or not info["iteration"]:
+    if now is None or not info["iteration"]:
         return None
     saved = info.get("data")
-    differing = _differing_from_config(info, config, now) if saved is None else _differing(saved, now)
-    differing += _differing_samples(info, config.data)
-    if differing and not config.data.override_data:
+    differing = _differing_from_config(info, data.split, seq_length, now) if saved is None else _differing(saved, now)
+    differing += _differing_samples(info, data)
+    if differing and not data.override_data:
         raise ValueError(
-            f"the checkpoint in {config.checkpoint.load} was trained on other data, or in another order: {'; '.join(differing)}. Use the "
+            f"the checkpoint in {load} was trained on other data, or in another order: {'; '.join(differing)}. Use the "
             f"saved data and values, or --override-data to continue at sample {info['consumed_samples']} of this run's data"
         )
     if differing:
@@ -252,12 +253,12 @@ def _differing_samples(info: dict[str, Any], data: DataConfig) -> list[str]:
     return [f"{flag(name)} {now} (saved: {then})" for name, now, then in pairs if now != then]
 
 
-def _differing_from_config(info: dict[str, Any], config: Config, now: dict[str, Any]) -> list[str]:
+def _differing_from_config(info: dict[str, Any], split: str, length: int, now: dict[str, Any]) -> list[str]:
     """Return the differences for a checkpoint without `data`, from its configuration."""
-    saved, length = config_from_dict(info["config"]), config.model.seq_length
-    seed, split = saved.training.seed, saved.data.split
+    saved = config_from_dict(info["config"])
+    seed = saved.training.seed
     differing = [] if seed == now["seed"] else [f"--seed {now['seed']} (saved: {seed})"]
-    differing += [] if split == config.data.split else [f"--split {config.data.split} (saved: {split})"]
+    differing += [] if split == saved.data.split else [f"--split {split} (saved: {saved.data.split})"]
     samples = saved.training.train_samples or (saved.training.train_iters or 0) * info["consumed_samples"] // info["iteration"]
     for part in now["datasets"]:
         share = samples if len(now["datasets"]) == 1 else math.ceil(math.ceil(samples * part["weight"]) * _SURPLUS)

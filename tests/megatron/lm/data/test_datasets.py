@@ -40,13 +40,17 @@ def config(seq_length=16, **data):
     )
 
 
+def built(settings, tokenizer, counts):
+    return build_datasets(settings.data, tokenizer, counts, seq_length=settings.model.seq_length, seed=settings.training.seed)
+
+
 @pytest.fixture
 def prefix(tmp_path):
     return write(tmp_path / "p", counted(100))
 
 
 def test_samples_are_windows_of_the_text(prefix):
-    train, valid, test = build_datasets(config(data_path=(prefix,), split="80,15,5"), TOKENIZER, (10, 4, 2))
+    train, valid, test = built(config(data_path=(prefix,), split="80,15,5"), TOKENIZER, (10, 4, 2))
     for dataset, wanted in ((train, 10), (valid, 4), (test, 2)):
         assert len(dataset) >= wanted
         for i in range(wanted):
@@ -61,7 +65,7 @@ def test_samples_are_windows_of_the_text(prefix):
 
 def test_splits_share_no_document(tmp_path):
     prefix = write(tmp_path / "p", [" ".join([str(i)] * 20) for i in range(100)])
-    train, valid, _ = build_datasets(config(data_path=(prefix,), split="80,20"), TOKENIZER, (90, 20, 0))
+    train, valid, _ = built(config(data_path=(prefix,), split="80,20"), TOKENIZER, (90, 20, 0))
     seen = [{int(token) for i in range(len(dataset)) for token in dataset[i]["tokens"]} - {TOKENIZER.eod} for dataset in (train, valid)]
     assert max(seen[0]) == 79
     assert min(seen[1]) == 80
@@ -71,7 +75,7 @@ def test_order_depends_on_the_seed_alone(tmp_path, prefix):
     def first(seed, cache):
         base = config(data_path=(prefix,), split="100", data_cache_path=str(tmp_path / cache))
         changed = dataclasses.replace(base, training=dataclasses.replace(base.training, seed=seed))
-        train = build_datasets(changed, TOKENIZER, (50, 0, 0))[0]
+        train = built(changed, TOKENIZER, (50, 0, 0))[0]
         return [train[i]["tokens"].tolist() for i in range(20)]
 
     assert first(1, "a") == first(1, "b")
@@ -79,7 +83,7 @@ def test_order_depends_on_the_seed_alone(tmp_path, prefix):
 
 
 def test_eod_mask_and_reset_positions(prefix):
-    train, _, _ = build_datasets(config(data_path=(prefix,), split="1", eod_mask_loss=True, reset_position_ids=True), TOKENIZER, (50, 0, 0))
+    train, _, _ = built(config(data_path=(prefix,), split="1", eod_mask_loss=True, reset_position_ids=True), TOKENIZER, (50, 0, 0))
     sample = next(sample for sample in (train[i] for i in range(50)) if TOKENIZER.eod in sample["tokens"][:-1].tolist())
     end = sample["tokens"].tolist().index(TOKENIZER.eod)
     assert sample["loss_mask"][end] == 0
@@ -87,7 +91,7 @@ def test_eod_mask_and_reset_positions(prefix):
 
 
 def test_none_where_a_split_is_empty_or_not_wanted(prefix):
-    train, valid, test = build_datasets(config(data_path=(prefix,), split="9,1,0"), TOKENIZER, (5, 0, 5))
+    train, valid, test = built(config(data_path=(prefix,), split="9,1,0"), TOKENIZER, (5, 0, 5))
     assert len(train) >= 5
     assert valid is None
     assert test is None
@@ -95,7 +99,7 @@ def test_none_where_a_split_is_empty_or_not_wanted(prefix):
 
 def test_separate_data_of_the_splits(tmp_path, prefix):
     other = write(tmp_path / "v", ["7 " * 40])
-    train, valid, test = build_datasets(config(train_data_path=(prefix,), valid_data_path=(other,)), TOKENIZER, (5, 2, 2))
+    train, valid, test = built(config(train_data_path=(prefix,), valid_data_path=(other,)), TOKENIZER, (5, 2, 2))
     assert len(train) >= 5
     assert set(valid[0]["tokens"].tolist()) <= {7, TOKENIZER.eod}
     assert test is None
@@ -106,7 +110,7 @@ def test_blend_draws_by_weight_or_by_size_and_repeats(tmp_path, words, share):
     write(tmp_path / "a", ["1 " * 19] * 80)
     write(tmp_path / "b", ["2 " * 19] * 20)
     paths = tuple(word if word.isdigit() else str(tmp_path / word) for word in words)
-    train, _, _ = build_datasets(config(data_path=paths, split="1"), TOKENIZER, (400, 0, 0))
+    train, _, _ = built(config(data_path=paths, split="1"), TOKENIZER, (400, 0, 0))
     assert len(train) >= 400
     from_a = sum(1 in train[i]["tokens"].tolist() for i in range(400)) / 400
     assert abs(from_a - share) < 0.02
@@ -114,17 +118,17 @@ def test_blend_draws_by_weight_or_by_size_and_repeats(tmp_path, words, share):
 
 def test_new_data_under_an_old_name_gets_new_indices(tmp_path, prefix):
     settings = config(data_path=(prefix,), split="1", data_cache_path=str(tmp_path / "cache"))
-    assert len(build_datasets(settings, TOKENIZER, (20, 0, 0))[0]) == 124
+    assert len(built(settings, TOKENIZER, (20, 0, 0))[0]) == 124
     write(tmp_path / "p", counted(40))
-    assert len(build_datasets(settings, TOKENIZER, (20, 0, 0))[0]) == 49
+    assert len(built(settings, TOKENIZER, (20, 0, 0))[0]) == 49
 
 
 @pytest.mark.parametrize("renames", [1, 3])
 def test_a_kill_during_the_first_start_is_survived(tmp_path, prefix, renames):
     """SIGKILL when so many files of the cache have their names, whatever lies beside them."""
     settings = config(data_path=(prefix,), split="1")
-    assert killed_at_a_rename(renames, lambda: build_datasets(settings, TOKENIZER, (20, 0, 0)))
-    assert len(build_datasets(settings, TOKENIZER, (20, 0, 0))[0]) == 124
+    assert killed_at_a_rename(renames, lambda: built(settings, TOKENIZER, (20, 0, 0)))
+    assert len(built(settings, TOKENIZER, (20, 0, 0))[0]) == 124
 
 
 @pytest.mark.promise("Data", "Invalid counts next to a dataset (`PREFIX.json`) are refused before the first step.")
@@ -136,15 +140,15 @@ def test_bad_counts_are_refused_before_the_first_step(tmp_path, prefix, content)
     (tmp_path / "p.json").write_text(json.dumps(counts))
     refused(r"counts 5 tokens and 0 bytes of text; .*delete the file", data_path=(prefix,))
     (tmp_path / "p.json").unlink()
-    build_datasets(config(data_path=(prefix,)), TOKENIZER, (5, 0, 0))
+    built(config(data_path=(prefix,)), TOKENIZER, (5, 0, 0))
 
 
 def first_tokens(blend, prefix):
     """Runs on every rank: samples of a blend, and the error when the last rank alone names a file that is not there."""
-    train = build_datasets(config(data_path=blend, split="1"), TOKENIZER, (30, 0, 0))[0]
+    train = built(config(data_path=blend, split="1"), TOKENIZER, (30, 0, 0))[0]
     last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
     with pytest.raises(ValueError, match="does not exist") as caught:
-        build_datasets(config(data_path=("nowhere" if last else prefix,)), TOKENIZER, (5, 0, 0))
+        built(config(data_path=("nowhere" if last else prefix,)), TOKENIZER, (5, 0, 0))
     return [train[i]["tokens"].tolist() for i in range(10)], str(caught.value)
 
 
@@ -157,7 +161,7 @@ def test_ranks_get_the_same_samples_and_the_same_error(tmp_path, prefix):
 
 def refused(message, seq_length=16, counts=(5, 0, 0), tokenizer=TOKENIZER, **data):
     with pytest.raises(ValueError, match=message):
-        build_datasets(config(seq_length, **data), tokenizer, counts)
+        built(config(seq_length, **data), tokenizer, counts)
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])

@@ -55,7 +55,7 @@ def test_only_a_run_with_the_flag_has_numbers():
 
 
 def test_masked_tokens_keep_the_numbers_of_the_text():
-    config = tiny.config("c", reset_attention_mask=True, objective="masked-lm", mask_prob=0.9)
+    data = tiny.config("c", reset_attention_mask=True, mask_prob=0.9).data
     tokenizer = NullTokenizer(60)
-    sample = masked(numbered(Samples(), config.data, tokenizer), config, tokenizer)[0]
+    sample = masked(numbered(Samples(), data, tokenizer), "masked-lm", data, tokenizer, 1234)[0]
     assert sample["documents"].tolist() == [0, 0, 1, 1, 2, 2]

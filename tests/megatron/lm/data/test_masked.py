@@ -1,6 +1,5 @@
 """Masked samples: what is chosen, what becomes of it, and that it is drawn anew for each sample and alike for each run."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +8,7 @@ import torch
 from torch.utils.data import Dataset
 
 from helpers import tiny
+from megatron.lm.config import DataConfig
 from megatron.lm.data.masked import MaskedDataset, masked, model_vocabulary
 from megatron.lm.data.tokenizers.tokenizer import NullTokenizer, Tokenizer
 
@@ -116,15 +116,14 @@ def test_nothing_but_ends_of_documents_gives_nothing_to_predict():
         assert sample["tokens"].tolist() == [3] * 8
 
 
-def test_the_mask_is_an_id_of_its_own_unless_the_tokenizer_has_one(tmp_path: Path):
-    settings = tiny.config(tiny.write_data(tmp_path), objective="masked-lm")
+def test_the_mask_is_an_id_of_its_own_unless_the_tokenizer_has_one():
     tokenizer = NullTokenizer(tiny.VOCABULARY)
-    assert model_vocabulary(settings, tokenizer) == tiny.VOCABULARY + 1
-    assert model_vocabulary(tiny.config(tmp_path / "corpus"), tokenizer) == tiny.VOCABULARY
+    assert model_vocabulary("masked-lm", tokenizer) == tiny.VOCABULARY + 1
+    assert model_vocabulary("causal-lm", tokenizer) == tiny.VOCABULARY
     tokenizer.mask = 7
-    assert model_vocabulary(settings, tokenizer) == tiny.VOCABULARY
+    assert model_vocabulary("masked-lm", tokenizer) == tiny.VOCABULARY
     samples = Samples()
-    made = masked(samples, settings, tokenizer)
+    made = masked(samples, "masked-lm", DataConfig(), tokenizer, 1234)
     assert isinstance(made, MaskedDataset)
     assert made.mask == 7
-    assert masked(samples, tiny.config(tmp_path / "corpus"), tokenizer) is samples
+    assert masked(samples, "causal-lm", DataConfig(), tokenizer, 1234) is samples

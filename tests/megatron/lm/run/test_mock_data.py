@@ -64,7 +64,7 @@ def test_the_samples_are_windows_of_megatron_core_s_mock_documents():
     assert source[0][:-1].tolist() == [(i + 1) % 60 for i in range(len(source[0]) - 1)]
     assert source[0][-1] == 59
     settings = tiny.config("", **MOCK)
-    train, valid, test = build_datasets(settings, NullTokenizer(60), (50, 2, 0))
+    train, valid, test = build_datasets(settings.data, NullTokenizer(60), (50, 2, 0), seq_length=settings.model.seq_length, seed=1234)
     for i in range(50):
         sample = train[i]
         assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])

@@ -54,7 +54,8 @@ def other(tmp_path):
 
 
 def train(settings, samples):
-    return build_datasets(settings, TOKENIZER, (samples, 0, 0))[0]
+    seed = settings.training.seed
+    return build_datasets(settings.data, TOKENIZER, (samples, 0, 0), seq_length=settings.model.seq_length, seed=seed)[0]
 
 
 def tokens(dataset, count=None):
@@ -117,6 +118,10 @@ def info(then, iteration=5, settings=None):
     return {"iteration": iteration, "consumed_samples": iteration, "data": then, "config": config_to_dict(settings) if settings else {}}
 
 
+def compared(saved, settings, now):
+    return check_same(saved, now, settings.data, seq_length=settings.model.seq_length, load=settings.checkpoint.load)
+
+
 def test_what_stands_in_a_checkpoint(prefix, other):
     found = described(config(data_path=("3", prefix, "1", other), seed=7))
     assert (found["order"], found["seed"]) == (ORDER, 7)
@@ -134,15 +139,15 @@ def test_the_same_data_elsewhere_is_the_same(prefix, tmp_path):
         (tmp_path / f"p{suffix}").rename(tmp_path / "moved" / f"p{suffix}")
     settings = config(data_path=(str(tmp_path / "moved" / "p"),), split="80,19,1", train_iters=1000, load="somewhere")
     now = described(settings, 1000)
-    assert check_same(info(then), settings, now) is None
+    assert compared(info(then), settings, now) is None
     os.utime(tmp_path / "moved" / "p.bin", ns=(0, 0))  # written again with the same tokens, or with others that no sample covers
-    assert "p was written again" in check_same(info(then), settings, described(settings, 1000))
+    assert "p was written again" in compared(info(then), settings, described(settings, 1000))
 
 
 def test_a_checkpoint_with_digests_of_all_tokens_says_that_they_are_ignored(prefix):
     now = described(config(data_path=(prefix,)))
     then = now | {"datasets": [{key: x for key, x in now["datasets"][0].items() if key != "modified"} | {"whole": "0" * 64}]}
-    assert "digests of all tokens, if any, are ignored" in check_same(info(then), config(data_path=(prefix,), load="somewhere"), now)
+    assert "digests of all tokens, if any, are ignored" in compared(info(then), config(data_path=(prefix,), load="somewhere"), now)
 
 
 def replaced(prefix, other):
@@ -172,12 +177,10 @@ def test_a_change_is_refused_unless_overridden(prefix, other, change, message):
     settings = change(prefix, other)
     now = described(settings)
     with pytest.raises(ValueError, match=rf"{message}.*--override-data"):
-        check_same(info(then), settings, now)
+        compared(info(then), settings, now)
     allowed = dataclasses.replace(settings, data=dataclasses.replace(settings.data, override_data=True))
-    assert "--override-data: the data continues at sample 5" in check_same(info(then), allowed, now)
-    started = dataclasses.replace(settings, checkpoint=dataclasses.replace(settings.checkpoint, finetune=True))
-    assert check_same(info(then), started, now) is None
-    assert check_same(info(then, iteration=0), settings, now) is None
+    assert "--override-data: the data continues at sample 5" in compared(info(then), allowed, now)
+    assert compared(info(then, iteration=0), settings, now) is None
 
 
 def test_other_weights_and_another_way_to_draw_are_refused(prefix, other):
@@ -186,9 +189,9 @@ def test_other_weights_and_another_way_to_draw_are_refused(prefix, other):
     then = copy.deepcopy(now)
     then["datasets"][0]["weight"] = 0.5
     with pytest.raises(ValueError, match=r"weight 0\.75 of .*p \(saved: 0\.5\)"):
-        check_same(info(then), settings, now)
+        compared(info(then), settings, now)
     with pytest.raises(ValueError, match=r"drawn as epochs apart \(saved: all at once\)"):
-        check_same(info(now | {"order": "all at once"}), settings, now)
+        compared(info(now | {"order": "all at once"}), settings, now)
 
 
 @pytest.mark.promise("Data", "A resume with another `--reset-attention-mask`, `--reset-position-ids` or `--eod-mask-loss` is refused.")
@@ -203,28 +206,28 @@ def test_other_samples_of_the_same_tokens_are_refused(prefix, setting, value):
         saved = info(now, settings=then)
         values = f"--{setting.replace('_', '-')} {getattr(settings.data, setting)} (saved: {getattr(then.data, setting)})"
         with pytest.raises(ValueError, match=rf"somewhere was trained on other data.*{re.escape(values)}.*--override-data to continue at"):
-            check_same(saved, settings, now)
+            compared(saved, settings, now)
         allowed = dataclasses.replace(settings, data=dataclasses.replace(settings.data, override_data=True))
-        assert check_same(saved, allowed, now) == f"--override-data: the data continues at sample 5 of other data: {values}"
-        assert check_same(saved, then, now) is None
+        assert compared(saved, allowed, now) == f"--override-data: the data continues at sample 5 of other data: {values}"
+        assert compared(saved, then, now) is None
     del saved["config"]["data"]  # written before the setting existed
-    assert check_same(saved, plain, now) is None
+    assert compared(saved, plain, now) is None
     with pytest.raises(ValueError, match=setting.replace("_", "-")):
-        check_same(saved, changed, now)
+        compared(saved, changed, now)
 
 
 @pytest.mark.promise("Data", "A checkpoint without digests of its data resumes within one epoch only.")
 def test_a_checkpoint_of_before_goes_on_in_its_one_epoch(prefix):
     settings = config(data_path=(prefix,), train_iters=54)
     now = described(settings, 200)
-    assert "has no digests of its data" in check_same(info(None, settings=settings), settings, now)
+    assert "has no digests of its data" in compared(info(None, settings=settings), settings, now)
     for then, message in (
         (config(data_path=(prefix,), train_iters=55), "more than one epoch of .*p, which the version that wrote it shuffled together"),
         (config(data_path=(prefix,), seed=3), r"--seed 1234 \(saved: 3\)"),
         (config(data_path=(prefix,), split="70,30"), r"--split 80,20 \(saved: 70,30\)"),
     ):
         with pytest.raises(ValueError, match=message):
-            check_same(info(None, settings=then), settings, now)
+            compared(info(None, settings=then), settings, now)
 
 
 def test_a_run_made_longer_past_its_epoch_reads_on(tmp_path):
