@@ -1,17 +1,21 @@
 """Build the training state of this rank from a configuration."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
 from megatron.lm import checkpoint
 from megatron.lm.config import Config
+from megatron.lm.config.rules.precision import attention_refusal
 from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.graphs import step_graph
 from megatron.lm.model import fp8_layers
-from megatron.lm.model.attention import check_precision
+from megatron.lm.model.attention import prepare_fp8
 from megatron.lm.model.gpt import build_model
 from megatron.lm.processes import process_groups
+from megatron.lm.processes.agreement import rank_0_decides
 from megatron.lm.processes.grid import Grid
 from megatron.lm.training.expert_load import ExpertLoad
 from megatron.lm.training.fp8_guard import build_guard
@@ -36,46 +40,50 @@ def build_training(config: Config, vocab_size: int, around: Callable[[nn.Module]
         ValueError: on every rank, if the checkpoint to resume from is damaged, a linear layer cannot be measured, or the flags request
             CUDA graphs or FP8 attention where they are impossible.
     """
-    check_precision(config)
-    config, linears = fp8_layers.agree_on_layers(config, lambda: checkpoint.saved_precision(config))
-    check_precision(config)  # of what --attention-precision auto chose
-    step_graph.choose(config)  # raises before the model is built
-    recipe = build_recipe(config.precision)
+    model, parallel, training = config.model, config.parallel, config.training
+    saved = partial(checkpoint.saved_precision, config.checkpoint)
+    settings = (model, parallel, config.precision, training)
+    decide = partial(fp8_layers.decide, *settings, fp8_layers.default_measure(), saved, attention_refusal(config))
+    precision, linears = rank_0_decides(decide)
+    config = replace(config, precision=precision)
+    if precision.attention_precision == "fp8":
+        prepare_fp8(model, parallel, training.micro_batch_size)
+    cuda_graph = step_graph.choose(model, parallel, precision, training)  # raises before the model is built
+    recipe, sent, grid = build_recipe(precision), WireBytes(), Grid.current()
     if recipe.fp8:
         warn_if_emulated(process_groups.device())
-    sent = WireBytes()
-    stages = config.virtual_stages
-    model: nn.Module
-    if stages is None:
-        model = build_model(config, recipe, vocab_size, sent=sent)
-    else:
-        model = nn.ModuleList([build_model(config, recipe, vocab_size, vp_stage, sent) for vp_stage in range(stages)])
-    grid, trained = Grid.current(), model if around is None else around(model)
-    grad_sync = build_grad_sync(trained, config, recipe, sent, grid)
-    loss_scaler = build_loss_scaler(config.precision, recipe)
-    if loss_scaler is not None:
-        for part in chunks(model):
-            part.config.grad_scale_func = loss_scaler.multiply
-    optimizer = build_optimizer(
+    build = partial(build_model, model, parallel, precision, training, recipe, vocab_size, sent=sent)
+    stages = parallel.virtual_stages(model.num_layers)
+    gpt: nn.Module = build() if stages is None else nn.ModuleList([build(vp_stage=vp_stage) for vp_stage in range(stages)])
+    trained = gpt if around is None else around(gpt)
+    grad_sync = build_grad_sync(
         trained,
-        config.optimizer,
+        config.communication,
         recipe,
-        grad_sync,
-        loss_scaler,
-        seed=config.training.seed,
-        overlap_param_gather=config.communication.overlap_param_gather,
+        shard=config.shards_optimizer,
+        accumulate=precision.grad_accum,
+        seed=training.seed,
+        sent=sent,
+        grid=grid,
     )
+    loss_scaler = build_loss_scaler(precision, recipe)
+    if loss_scaler is not None:
+        for part in chunks(gpt):
+            part.config.grad_scale_func = loss_scaler.multiply
+    overlap = config.communication.overlap_param_gather
+    optimizer = build_optimizer(trained, config.optimizer, recipe, grad_sync, loss_scaler, seed=training.seed, overlap_param_gather=overlap)
     return Training(
         config=config,
         grid=grid,
-        model=model,
+        model=gpt,
         optimizer=optimizer,
         schedule=build_schedule(optimizer, config.optimizer, config.schedule_steps),
         grad_sync=grad_sync,
-        scaling=ScalingState(model),
+        scaling=ScalingState(gpt),
         loss_scaler=loss_scaler,
         vocab_size=vocab_size,
         linears=linears,
-        experts=ExpertLoad(model, config.model, grid),
-        guard=build_guard(model, config.precision),
+        experts=ExpertLoad(gpt, model, grid),
+        guard=build_guard(gpt, precision),
+        cuda_graph=cuda_graph,
     )

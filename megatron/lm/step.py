@@ -192,7 +192,7 @@ def forward_backward(
         micro_batch_size=config.training.micro_batch_size,
         forward_only=forward_only,
     )
-    count_pipeline_traffic(training.grad_sync.sent, config, parts, micro_batches)
+    count_pipeline_traffic(training.grad_sync.sent, training.hidden_shape, parts, micro_batches)
     if not results:
         nothing = torch.zeros((), device=next(training.model.parameters()).device)
         return nothing, nothing

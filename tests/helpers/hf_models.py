@@ -62,7 +62,7 @@ def tokens(vocab_size: int = tiny.VOCABULARY) -> Tensor:
 @functools.cache
 def _shapes(settings: Config, vocab_size: int) -> dict[str, torch.Size]:
     with tiny.started(settings):
-        model = build_model(settings, build_recipe(settings.precision), vocab_size)
+        model = build_model(*tiny.parts(settings), build_recipe(settings.precision), vocab_size)
     return {name: p.shape for name, p in model.named_parameters()}
 
 
@@ -76,7 +76,7 @@ def random_weights(settings: Config, vocab_size: int = tiny.VOCABULARY) -> dict[
 def our_logits(settings: Config, vocab_size: int, weights: Mapping[str, Tensor]) -> Tensor:
     """FP32 [2, 16, vocab_size] of our model with `weights`, which must be all of its weights."""
     with tiny.started(settings), torch.no_grad():
-        model = build_model(settings, build_recipe(settings.precision), vocab_size).eval()
+        model = build_model(*tiny.parts(settings), build_recipe(settings.precision), vocab_size).eval()
         parameters = dict(model.named_parameters())
         assert set(parameters) == set(weights)
         for name, p in parameters.items():
@@ -112,5 +112,5 @@ def to_hf(
     for name, x in weights.items():
         experts = name.endswith(("experts.fc1_weight", "experts.fc2_weight")) and x.dim() == 3
         separate |= {f"{name}.{e}": part for e, part in enumerate(x)} if experts else {name: x}
-    about = hf_config(config, vocab_size, dtype, vocab_size - 1)
-    return about, dict(hf_tensors(hf_rules(config, vocab_size, list(separate)), separate, dtype))
+    about = hf_config(config.model, vocab_size, dtype, vocab_size - 1)
+    return about, dict(hf_tensors(hf_rules(config.model, vocab_size, list(separate)), separate, dtype))

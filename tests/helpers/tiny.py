@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 
 from helpers import numerics
 from megatron.lm import pretrain
-from megatron.lm.config import Config, DataConfig
+from megatron.lm.config import Config, DataConfig, ModelConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from megatron.lm.config.cli import config_from_dict, section_types
 from megatron.lm.config.rules.check import check
 from megatron.lm.config.sections.precision import rule_setting
@@ -30,6 +30,9 @@ from megatron.lm.processes import process_groups
 from megatron.lm.processes.cpu_home import cpu_home
 from megatron.lm.processes.environment import launch_from_environment
 from megatron.lm.run.trainer import Trainer
+from megatron.lm.training.gradients import build_grad_sync
+from msamp.comm.grad_sync import GradSync
+from msamp.numerics.recipe import Recipe
 
 bits, same = numerics.bytes_of, numerics.same  # of lists of tensors
 VOCABULARY = 60  # padded to 64
@@ -98,6 +101,17 @@ def _with_short_window(settings: Config) -> Config:
     except ValueError:  # a test of what is refused
         return settings
     return replace(settings, precision=replace(precision, fp8_amax_history_len=WINDOW)) if delayed else settings
+
+
+def parts(settings: Config) -> tuple[ModelConfig, ParallelConfig, PrecisionConfig, TrainingConfig]:
+    """The sections that define a model and how it computes."""
+    return settings.model, settings.parallel, settings.precision, settings.training
+
+
+def synchronizer(model: torch.nn.Module, settings: Config, recipe: Recipe, **more: Any) -> GradSync:
+    """The gradient synchronizer of a run with these settings."""
+    given = {"shard": settings.shards_optimizer, "accumulate": settings.precision.grad_accum, "seed": settings.training.seed}
+    return build_grad_sync(model, settings.communication, recipe, **given, **more)
 
 
 @contextlib.contextmanager

@@ -84,7 +84,8 @@ def warm_up(config: Config) -> int:
     some more eager steps."""
     gemm = build_recipe(config.precision).gemm
     window = 0 if gemm is None else gemm.input.scaling.window
-    return max(3, window + 1 + (replay.WARM_UP + 1 if step_graph.obstacle(config) is None else 0))
+    obstacle = step_graph.obstacle(config.model, config.parallel, config.precision, config.training)
+    return max(3, window + 1 + (replay.WARM_UP + 1 if obstacle is None else 0))
 
 
 def grid(config: Config, ranks: int) -> dict[str, Any]:
@@ -94,7 +95,7 @@ def grid(config: Config, ranks: int) -> dict[str, Any]:
     return {
         "tp": tp,
         "pp": parallel.pipeline_model_parallel_size,
-        "vpp": config.virtual_stages or 1,
+        "vpp": config.parallel.virtual_stages(config.model.num_layers) or 1,
         "dp": config.data_parallel_size(ranks),
         "sp": "on" if parallel.sequence_parallel else "off",
         "tp_wire": parallel.tp_wire if tp > 1 else "",

@@ -57,7 +57,8 @@ def measure(level: str, options: argparse.Namespace) -> Row:
     config = configuration(level, options)
     training = build_training(config, options.vocab_size)
     batches = random_batches(config, options.vocab_size, process_groups.device())
-    if options.as_stage and (reason := capture.obstacle(config)) is not None:
+    reason = capture.obstacle(config.model, config.parallel, config.precision, config.training)
+    if options.as_stage and reason is not None:
         raise ValueError(f"--as-stage: no graph can be captured, since {reason}")
     graphs = StageGraphs(training, "step") if options.as_stage else step_graph.build(training)
     recorded = config.logging.record_precision

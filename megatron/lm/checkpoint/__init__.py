@@ -5,7 +5,7 @@ other code.
 """
 
 from megatron.lm.checkpoint.files.folder import exists, iteration_folder, latest
-from megatron.lm.checkpoint.loading import load, saved_config, saved_precision, saved_settings
+from megatron.lm.checkpoint.loading import load, saved_precision, saved_schedule, saved_settings
 from megatron.lm.checkpoint.reader import CheckpointReader, load_for_inference
 from megatron.lm.checkpoint.saving import Saver, save
 from megatron.lm.checkpoint.writers import write_weights
@@ -19,8 +19,8 @@ __all__ = [
     "load",
     "load_for_inference",
     "save",
-    "saved_config",
     "saved_precision",
+    "saved_schedule",
     "saved_settings",
     "write_weights",
 ]

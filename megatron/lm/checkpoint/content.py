@@ -22,7 +22,7 @@ from megatron.lm.checkpoint import rng
 from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.checkpoint.files.versions import VERSION
 from megatron.lm.checkpoint.place import Place, names_of, places
-from megatron.lm.config import Config, flag
+from megatron.lm.config import Config, ParallelConfig, PrecisionConfig, flag
 from megatron.lm.config.cli import config_to_dict
 from megatron.lm.config.sections.parallel import AXES
 from megatron.lm.processes.grid import Grid, Ranks
@@ -169,26 +169,29 @@ def _rng_items(grid: Grid) -> Iterator[Item]:
         yield Item.whole(f"rng/{rng.own_number(grid)}/{name}", value)
 
 
-def print_changes(info: dict[str, Any], was: Config, now: Config, requantised: Collection[str]) -> None:
+def print_changes(
+    info: dict[str, Any],
+    parallel: tuple[ParallelConfig, ParallelConfig],
+    precision: tuple[PrecisionConfig, PrecisionConfig],
+    requantised: Collection[str],
+) -> None:
     """Print, on rank 0, in what a resumed run differs from the one that wrote the checkpoint.
 
     Args:
-        info, was: contents of `checkpoint.json`, and settings of the checkpoint.
-        now: settings of the resumed run.
+        info: contents of the checkpoint's `checkpoint.json`.
+        parallel, precision: settings of the saved run, and of the resumed one.
         requantised: names of the tensors whose bits changed.
     """
-    changed = [f"precision {was.precision.name} -> {now.precision.name}"] if was.precision.name != now.precision.name else []
-    for name in (*AXES.values(), "num_layers_per_virtual_pipeline_stage"):
-        before, after = getattr(was.parallel, name), getattr(now.parallel, name)
-        changed += [f"{flag(name)} {before} -> {after}"] if before != after else []
-    described = {
-        "linear layers in BF16": [" ".join(config.precision.bf16_linears or ()) or "none" for config in (was, now)],
-        "layers in BF16": [", ".join(str(layer + 1) for layer in sorted(config.layers_in_bf16)) or "none" for config in (was, now)],
-        "Smooth-SwiGLU": ["on" if config.precision.smooth_swiglu else "off" for config in (was, now)],
+    layers = info["config"]["model"]["num_layers"]
+    described: dict[str, list[Any]] = {
+        "precision": [one.name for one in precision],
+        **{flag(name): [getattr(one, name) for one in parallel] for name in (*AXES.values(), "num_layers_per_virtual_pipeline_stage")},
+        "linear layers in BF16": [" ".join(one.bf16_linears or ()) or "none" for one in precision],
+        "layers in BF16": [", ".join(str(layer + 1) for layer in sorted(one.layers_in_bf16(layers))) or "none" for one in precision],
+        "Smooth-SwiGLU": ["on" if one.smooth_swiglu else "off" for one in precision],
+        "processes": [info["processes"], dist.get_world_size()],
     }
-    changed += [f"{what} {before} -> {after}" for what, (before, after) in described.items() if before != after]
-    processes = (info["processes"], dist.get_world_size())
-    changed += [f"{processes[0]} processes -> {processes[1]}"] if processes[0] != processes[1] else []
+    changed = [f"{what} {before} -> {after}" for what, (before, after) in described.items() if before != after]
     if changed or requantised:
         some = f"{len(requantised)} tensors of this rank were requantised, such as {min(requantised, default='')}"
         kept = some if requantised else "all weights and states kept their bits"

@@ -1,5 +1,6 @@
 """Resume from the newest complete checkpoint of any grid and recipe, with or without ZeRO."""
 
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from megatron.lm.checkpoint.forms.expert_tensors import as_wanted
 from megatron.lm.checkpoint.place import Place, names_of, places
 from megatron.lm.checkpoint.tensor_reader import TensorReader, check_number, saved_scaling
 from megatron.lm.checkpoint.values import chunk_offsets
-from megatron.lm.config import CheckpointConfig, Config, ModelConfig, PrecisionConfig, flag
+from megatron.lm.config import CheckpointConfig, Config, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig, flag
 from megatron.lm.config.cli import config_from_dict, config_to_dict
 from megatron.lm.config.from_checkpoint import Saved
 from megatron.lm.config.saved_schedule import differing_schedule
+from megatron.lm.config.sections.batch_sizes import BatchSizes
 from megatron.lm.config.sections.parallel import AXES
 from megatron.lm.data.reading.order import check_same
 from megatron.lm.processes import process_groups
@@ -64,7 +66,10 @@ class SavedCheckpoint:
         """
         stored: Stored
         if is_foreign(folder):
-            info, stored = read_megatron(folder, training.config, training.vocab_size)
+            own, in_samples = training.config, training.schedule.in_samples
+            info, stored = read_megatron(folder, training.vocab_size, in_samples=in_samples, finetune=own.checkpoint.finetune)
+            config = megatron.configuration(folder, read_common(folder), own.model, own.optimizer, own.training, own.data)
+            info["config"] = config_to_dict(config)
         else:
             info, rank, ranks = read_info(folder), dist.get_rank(), dist.get_world_size()
             judge(folder, info)
@@ -143,7 +148,8 @@ def load(training: Training) -> None:
     _apply(training, taken, saved)
     if not settings.finetune:
         if dist.get_rank() == 0:
-            print_changes(saved.info, saved.config, training.config, taken.requantised)
+            then, now = saved.config, training.config
+            print_changes(saved.info, (then.parallel, now.parallel), (then.precision, now.precision), taken.requantised)
         if dist.get_rank() == 0 and not taken.with_states and not settings.no_load_optim and saved.info["iteration"]:
             print(f"{saved.folder} was saved with --no-save-optim: the optimizer's state is initialized", flush=True)
 
@@ -188,7 +194,7 @@ def _check_fits(saved: SavedCheckpoint, training: Training) -> str | None:
     if info["vocab_size"] != training.vocab_size:
         differing.append(f"a tokenizer of {training.vocab_size} tokens (saved: {info['vocab_size']})")
     if not finetune:
-        differing += _differing_batches(info, config)
+        differing += _differing_batches(info, config.batch_sizes(dist.get_world_size()), config.training.rampup_batch_size)
         differing += [] if config.checkpoint.no_load_optim else differing_schedule(config, saved.config)
     if differing:
         raise ValueError(f"the checkpoint in {config.checkpoint.load} does not match: {'; '.join(differing)}. Use the saved values")
@@ -203,14 +209,14 @@ def _check_fits(saved: SavedCheckpoint, training: Training) -> str | None:
     return check_same(info, training.data, config.data, seq_length=config.model.seq_length, load=config.checkpoint.load)
 
 
-def _differing_batches(info: dict[str, Any], config: Config) -> list[str]:
+def _differing_batches(info: dict[str, Any], sizes: BatchSizes, ramp: Sequence[int]) -> list[str]:
     """Return the batch-size flag if this run's iterations up to the checkpoint would have read other samples than the saved run did."""
-    sizes, before, iteration = config.batch_sizes(dist.get_world_size()), info["consumed_samples"], info["iteration"]
+    before, iteration = info["consumed_samples"], info["iteration"]
     if sizes.consumed(iteration) == before:
         return []
     saved = info["config"].get("training", {}).get("rampup_batch_size") or []
     if sizes.ramp is not None or saved:
-        ramps = [" ".join(map(str, words)) or "none" for words in (config.training.rampup_batch_size, saved)]
+        ramps = [" ".join(map(str, words)) or "none" for words in (ramp, saved)]
         return [f"--rampup-batch-size {ramps[0]} to --global-batch-size {sizes.final} (saved: {ramps[1]}, {before} samples read)"]
     return [f"--global-batch-size {sizes.final} (saved: {before // max(1, iteration)})"]
 
@@ -396,27 +402,38 @@ def newest(settings: CheckpointConfig) -> Path:
     return first_complete(Path(settings.load), settings.ckpt_step, offered)[0]
 
 
-def saved_config(config: Config) -> Config | None:
-    """Return the settings of the run that `config` resumes, or None; for Megatron-LM from `foreign.megatron.configuration`. Raise a
-    ValueError for a damaged checkpoint."""
-    if config.checkpoint.load is None or config.checkpoint.finetune:
+def saved_precision(settings: CheckpointConfig) -> PrecisionConfig | None:
+    """Return the precision settings of the run that a start with these settings resumes; None if there is none, or it is Megatron-LM's.
+    Raise a ValueError for a damaged checkpoint."""
+    saved = _resumed(settings)
+    return None if saved is None or is_foreign(saved) else _own_config(saved).precision
+
+
+def saved_schedule(
+    settings: CheckpointConfig, optimizer: OptimizerConfig, training: TrainingConfig
+) -> tuple[OptimizerConfig, TrainingConfig] | None:
+    """Return the sections with the schedule of the run that a start with these settings resumes, or None; for Megatron-LM from this run's
+    sections (`foreign.megatron.schedule`). Raise a ValueError for a damaged checkpoint."""
+    saved = _resumed(settings)
+    if saved is None:
         return None
-    folder = newest(config.checkpoint)
-    if is_foreign(folder):
-        return megatron.configuration(folder, read_common(folder), config)
-    saved = config_from_dict(read_info(folder)["config"])
+    if is_foreign(saved):
+        return megatron.schedule(saved, read_common(saved), optimizer, training)
+    config = _own_config(saved)
+    return config.optimizer, config.training
+
+
+def _own_config(folder: Path) -> Config:
+    config = config_from_dict(read_info(folder)["config"])
     try:
-        check_sizes(saved)
+        check_sizes(config.model, config.precision)
     except ValueError as problem:
         raise ValueError(f"{folder} {problem}") from None
-    return saved
+    return config
 
 
-def saved_precision(config: Config) -> PrecisionConfig | None:
-    """Return the precision settings of the run that `config` resumes; None if there is none, or it is Megatron-LM's. Raise a ValueError for
-    a damaged checkpoint."""
-    saved = saved_config(config)
-    return None if saved is None or is_foreign(newest(config.checkpoint)) else saved.precision
+def _resumed(settings: CheckpointConfig) -> Path | None:
+    return None if settings.load is None or settings.finetune else newest(settings)
 
 
 def saved_settings(settings: CheckpointConfig) -> Saved:

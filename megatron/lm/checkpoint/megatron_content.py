@@ -18,8 +18,9 @@ from megatron.lm.checkpoint.content import group_keys, scale_key
 from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.checkpoint.foreign.names import LAYERS, theirs
 from megatron.lm.checkpoint.place import places
-from megatron.lm.config import Config, OptimizerConfig
+from megatron.lm.config import ModelConfig, OptimizerConfig, TrainingConfig
 from megatron.lm.config.cli import config_from_dict
+from megatron.lm.config.sections.training import ScheduleSteps
 from megatron.lm.training.state import Training
 from msamp.numerics.formats import by_name
 from msamp.numerics.range_expand import Expanded
@@ -138,12 +139,23 @@ def common(info: Mapping[str, Any], step: int | None) -> dict[str, Any]:
     """Return `common.pt` for the checkpoint with this `info`. `step`: of the optimizer; None for a checkpoint of only weights."""
     config = config_from_dict(info["config"])
     about: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    content = {"args": arguments(config, info, step is not None), "checkpoint_version": 3.0, "iteration": info["iteration"]}
+    optimizer, training, dtype = config.optimizer, config.training, config.precision.recipe.compute_dtype
+    args = Namespace(
+        **_model_arguments(config.model),
+        **_run_arguments(optimizer, training, info, step is not None),
+        padded_vocab_size=config.padded_vocab_size(info["vocab_size"]),
+        tokenizer_type=config.data.tokenizer_type,
+        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+    )
+    content = {"args": args, "checkpoint_version": 3.0, "iteration": info["iteration"]}
     if step is not None:
         about |= _SHARDING
-        content["opt_param_scheduler"] = _schedule(config, info)
+        content["opt_param_scheduler"] = _schedule(optimizer, config.schedule_steps, training.train_samples or training.train_iters, info)
         content["optimizer"] = {
-            "optimizer": {"param_groups": [_group(config.optimizer, decay, step) for decay in (1.0, 0.0)]},
+            "optimizer": {"param_groups": [_group(optimizer, decay, step) for decay in (1.0, 0.0)]},
             "param_state_sharding_type": _SHARDING["distrib_optim_sharding_type"],
         }
         if (scale := info.get("loss_scale")) is not None:
@@ -155,11 +167,9 @@ def common(info: Mapping[str, Any], step: int | None) -> dict[str, Any]:
     return content | {"content_metadata": about}
 
 
-def _schedule(config: Config, info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of Megatron-LM's learning-rate schedule, which always counts samples."""
-    optim, steps = config.optimizer, config.schedule_steps
+def _schedule(optim: OptimizerConfig, steps: ScheduleSteps, length: int | None, info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of Megatron-LM's learning-rate schedule, which always counts samples; `length`: of the run, in `steps`."""
     samples_per_step = 1 if steps.in_samples else info["consumed_samples"] // max(1, info["iteration"])
-    length = config.training.train_samples if steps.in_samples else config.training.train_iters
     assert length is not None
     return {
         "max_lr": optim.lr,
@@ -192,45 +202,38 @@ def _group(optim: OptimizerConfig, decay: float, step: int) -> dict[str, Any]:
     }
 
 
-def arguments(config: Config, info: Mapping[str, Any], with_states: bool) -> Namespace:
-    """Return Megatron-LM's arguments for the model, the run's length and schedule, and missing parts of the checkpoint."""
-    model, rows = config.model, config.padded_vocab_size(info["vocab_size"])
+def _model_arguments(model: ModelConfig) -> dict[str, Any]:
+    """Return Megatron-LM's arguments for the model."""
     same = (
         *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "group_query_attention", "normalization", "norm_epsilon"),
         *("swiglu", "squared_relu", "qk_layernorm", "add_qkv_bias", "untie_embeddings_and_output_weights"),
-        *("position_embedding_type", "rotary_percent", "use_rope_scaling", "rope_scaling_factor"),
-    )
-    optimizer = (
-        *("lr_warmup_init", "lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
-        *("decoupled_lr", "decoupled_min_lr"),
+        *("position_embedding_type", "rotary_percent", "use_rope_scaling", "rope_scaling_factor", "make_vocab_size_divisible_by"),
     )
     factor = model.rotary_seq_len_interpolation_factor
-    return Namespace(
-        **{name: getattr(model, name) for name in same},
-        **{name: getattr(config.optimizer, name) for name in optimizer},
-        train_iters=config.training.train_iters,
-        train_samples=config.training.train_samples,
-        rampup_batch_size=list(config.training.rampup_batch_size) or None,
-        ffn_hidden_size=model.ffn_size,
-        kv_channels=model.head_size,
-        num_query_groups=model.query_groups if model.group_query_attention else 1,
-        max_position_embeddings=model.max_positions,
-        add_bias_linear=not model.disable_bias_linear,
-        add_position_embedding=model.position_embedding_type == "learned_absolute",
-        rotary_base=int(model.rotary_base) if math.isfinite(model.rotary_base) else model.rotary_base,
-        rotary_seq_len_interpolation_factor=int(factor) if factor is not None and factor.is_integer() else factor,
-        padded_vocab_size=rows,
-        make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
-        tokenizer_type=config.data.tokenizer_type,
-        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
-        bf16=config.precision.recipe.compute_dtype is torch.bfloat16,
-        fp16=config.precision.recipe.compute_dtype is torch.float16,
-        use_distributed_optimizer=True,
-        global_batch_size=config.training.global_batch_size or info["consumed_samples"] // max(1, info["iteration"]) or None,
-        consumed_train_samples=info["consumed_samples"],
-        consumed_valid_samples=0,
-        skipped_train_samples=0,
-        no_save_rng=True,
-        no_save_optim=not with_states,
-    )
+    return {name: getattr(model, name) for name in same} | {
+        "ffn_hidden_size": model.ffn_size,
+        "kv_channels": model.head_size,
+        "num_query_groups": model.query_groups if model.group_query_attention else 1,
+        "max_position_embeddings": model.max_positions,
+        "add_bias_linear": not model.disable_bias_linear,
+        "add_position_embedding": model.position_embedding_type == "learned_absolute",
+        "rotary_base": int(model.rotary_base) if math.isfinite(model.rotary_base) else model.rotary_base,
+        "rotary_seq_len_interpolation_factor": int(factor) if factor is not None and factor.is_integer() else factor,
+    }
+
+
+def _run_arguments(optimizer: OptimizerConfig, training: TrainingConfig, info: Mapping[str, Any], with_states: bool) -> dict[str, Any]:
+    """Return Megatron-LM's arguments for the run's length and schedule, and for missing parts of the checkpoint."""
+    same = ("lr_warmup_init", "lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples", "decoupled_lr", "decoupled_min_lr")
+    return {name: getattr(optimizer, name) for name in same} | {
+        "train_iters": training.train_iters,
+        "train_samples": training.train_samples,
+        "rampup_batch_size": list(training.rampup_batch_size) or None,
+        "use_distributed_optimizer": True,
+        "global_batch_size": training.global_batch_size or info["consumed_samples"] // max(1, info["iteration"]) or None,
+        "consumed_train_samples": info["consumed_samples"],
+        "consumed_valid_samples": 0,
+        "skipped_train_samples": 0,
+        "no_save_rng": True,
+        "no_save_optim": not with_states,
+    }

@@ -133,7 +133,8 @@ def load_for_inference(path: str | Path) -> tuple[nn.Module, Config, Tokenizer]:
         raise ValueError(f"{saved.folder} has an invalid configuration: {'; '.join(problems)}; load an older checkpoint")
     if not torch.distributed.is_initialized():
         process_groups.initialize(config)
-    model = build_model(config, build_recipe(config.precision), saved.info["vocab_size"])
-    take_model(model, saved.stored, saved.info["vocab_size"])
+    recipe, vocab_size = build_recipe(config.precision), saved.info["vocab_size"]
+    model = build_model(config.model, config.parallel, config.precision, config.training, recipe, vocab_size)
+    take_model(model, saved.stored, vocab_size)
     take_initial_weights(model)  # not needed, since there will be no master weight
     return model.eval(), config, build_tokenizer(config.data, config.model.vocab_size)

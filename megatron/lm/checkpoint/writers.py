@@ -2,28 +2,27 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.lm.checkpoint.content import description
 from megatron.lm.checkpoint.files import storage
 from megatron.lm.checkpoint.files.folder import digest_entries, iteration_folder, new_partial_folder, publish, write_info
 from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.checkpoint.foreign import write_torch_dist
 from megatron.lm.checkpoint.megatron_content import MOMENTS, common, extra_states, megatron_items
 from megatron.lm.checkpoint.reader import CheckpointReader
-from megatron.lm.config import LATEST_CHECKPOINT_FILE, Config
+from megatron.lm.config import LATEST_CHECKPOINT_FILE
 from msamp.optim.updates import MASTER
 
 
-def write_weights(root: Path, config: Config, vocab_size: int, weights: Mapping[str, Tensor]) -> Path:
+def write_weights(root: Path, info: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Path:
     """Write a checkpoint at iteration 0 for `--load ROOT --finetune`, on any grid and with any recipe.
 
     Args:
         root: folder of checkpoints.
-        config: of the model, and of the data's tokenizer.
-        vocab_size: of the tokenizer; the embedding may have more rows.
+        info: from `content.description`.
         weights: by their names in the unsharded model; any float dtype, which is kept.
 
     Returns:
@@ -39,7 +38,7 @@ def write_weights(root: Path, config: Config, vocab_size: int, weights: Mapping[
     folder = iteration_folder(root, 0)
     partial = new_partial_folder(folder)
     storage.write(partial, [Item.whole(f"model/{name}", x.contiguous()) for name, x in weights.items()])
-    write_info(partial, description(config, vocab_size, processes=1) | {"files": digest_entries(partial.iterdir())})
+    write_info(partial, {**info, "files": digest_entries(partial.iterdir())})
     publish(folder)
     return folder
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, fields
 from types import NoneType, UnionType
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from megatron.lm.config.blend_file import read_blend, read_blend_per_split
 from megatron.lm.config.from_checkpoint import Saved, taken
@@ -22,6 +22,8 @@ from megatron.lm.config.sections.outputs import CheckpointConfig
 from megatron.lm.config.sections.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, SIZE, choices_of, flag
 from megatron.lm.config.whole import Config
 from megatron.lm.errors import report
+
+S = TypeVar("S")
 
 
 def section_types() -> dict[str, type]:
@@ -170,6 +172,11 @@ def config_to_dict(config: Config) -> dict[str, dict[str, Any]]:
     return {section: {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()} for section, values in asdict(config).items()}
 
 
+def settings_by_name(config: Config) -> dict[str, Any]:
+    """Return all settings as `config_to_dict`, without sections: names are unique."""
+    return {name: value for section in config_to_dict(config).values() for name, value in section.items()}
+
+
 def config_from_dict(data: Mapping[str, Mapping[str, Any]]) -> Config:
     """Invert `config_to_dict`; omitted settings have their defaults.
 
@@ -177,15 +184,17 @@ def config_from_dict(data: Mapping[str, Mapping[str, Any]]) -> Config:
     """
     sections = section_types()
     _refuse_unknown_keys(data, sections, "section of the configuration")
-    made = {}
-    for name, cls in sections.items():
-        hints, values = _hints(cls), data.get(name, {})
-        _refuse_unknown_keys(values, hints, f"setting of the section {name!r}")
-        missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]
-        if missing:
-            raise ValueError(f"the section {name!r} is missing the required {', '.join(missing)}: add them")
-        made[name] = cls(**{key: _typed(f"{name}.{key}", hints[key], value) for key, value in values.items()})
-    return Config(**made)
+    return Config(**{name: section_from_dict(cls, name, data.get(name, {})) for name, cls in sections.items()})  # type: ignore[arg-type]
+
+
+def section_from_dict(cls: type[S], name: str, values: Mapping[str, Any]) -> S:
+    """Return the section `name` of a configuration from its settings; errors as `config_from_dict`."""
+    hints = _hints(cls)  # type: ignore[arg-type]
+    _refuse_unknown_keys(values, hints, f"setting of the section {name!r}")
+    missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]  # type: ignore[arg-type]
+    if missing:
+        raise ValueError(f"the section {name!r} is missing the required {', '.join(missing)}: add them")
+    return cls(**{key: _typed(f"{name}.{key}", hints[key], value) for key, value in values.items()})
 
 
 def _typed(name: str, hint: Any, value: Any) -> Any:

@@ -1,16 +1,17 @@
-"""Take flags of the model from a checkpoint (`--use-checkpoint-args`), and override the command line with some of them.
+"""Settings that a run takes from its checkpoint: flags of the model (`--use-checkpoint-args`), scaling and rounding of a resume.
 
 Megatron-LM overrides most model flags with the checkpoint's, but not the model's size; a wrong size is refused when the checkpoint
 is read. The attention backend and the standard deviation of initial weights do not describe a checkpoint and are not taken.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from megatron.lm.config.sections.model import ModelConfig
 from megatron.lm.config.sections.outputs import CheckpointConfig
 from megatron.lm.config.sections.parallel import AXES, ParallelConfig
+from megatron.lm.config.sections.precision import RULE_SETTINGS, PrecisionConfig, gemm_name, rule_setting
 from megatron.lm.config.sections.schema import flag
 
 Saved = Mapping[str, Mapping[str, Any]]  # section -> setting -> value, as in `checkpoint.json`
@@ -63,3 +64,55 @@ def taken(checkpoint: CheckpointConfig, saved: Saved | None) -> TakenFlags:
     }
     listed = ", ".join(f"{flag(name)} {value}" for name, value in settings.items() if value not in (None, False))
     return TakenFlags(settings, f"from the checkpoint in --load {checkpoint.load}: {listed}")
+
+
+def with_saved_scaling(precision: PrecisionConfig, saved: PrecisionConfig | None) -> PrecisionConfig:
+    """Return the settings of a resume: scaling settings that are not set are taken from the checkpoint.
+
+    A recipe with other default casts than the saved one, such as coat after O2, keeps its own scaling.
+
+    Args:
+        precision: of the run that resumes.
+        saved: of the run that wrote the checkpoint; None if none is resumed.
+
+    Raises:
+        ValueError: with each explicit setting that differs from the checkpoint's.
+    """
+    if saved is None or precision.named.gemm is None or precision.named.gemm != saved.named.gemm:
+        return precision
+    stored = {"fp8_recipe": gemm_name(saved)} | {name: rule_setting(saved, name) for name in RULE_SETTINGS}
+    given = {name: getattr(precision, name) for name in stored if getattr(precision, name) is not None}
+    differing = [
+        f"{flag(name)} {value} (saved: {'none' if stored[name] is None else stored[name]})"
+        for name, value in given.items()
+        if value != stored[name]
+    ]
+    if differing:
+        raise ValueError(
+            f"the checkpoint scales the operands of its GEMMs differently: {'; '.join(differing)}. Drop the flag to keep the saved "
+            "scaling, or add --finetune to start a new run from the weights"
+        )
+    return replace(precision, **{name: getattr(saved, name) for name in stored if name not in given})
+
+
+def with_saved_rounding(precision: PrecisionConfig, saved: PrecisionConfig | None) -> PrecisionConfig:
+    """Return the settings of a resume: masters and moments are rounded as in the checkpoint, unless flags override this.
+
+    If no optimizer state can be rounded stochastically in the new formats, as after a change of recipe, the recipe's own rounding applies.
+
+    Args:
+        precision: of the run that resumes.
+        saved: of the run that wrote the checkpoint; None if none is resumed.
+    """
+    if saved is None:
+        return precision
+    for name in ("master_rounding", "moment_rounding"):
+        before = getattr(saved.recipe.states, name)
+        if getattr(precision, name) is None and before != getattr(precision.recipe.states, name):
+            taken = replace(precision, **{name: before})
+            try:
+                _ = taken.recipe
+            except ValueError:
+                continue
+            precision = taken
+    return precision

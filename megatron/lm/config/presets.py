@@ -7,7 +7,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
-from megatron.lm.config import Config, ModelConfig
+from megatron.lm.config import ModelConfig, ParallelConfig
 
 GPT2_VOCABULARY = 50257
 
@@ -63,9 +63,9 @@ def published_vocabulary(name: str) -> int:
     return _sizes().get(name, {}).get("vocabulary", GPT2_VOCABULARY)
 
 
-def linear_shapes(config: Config) -> dict[str, tuple[int, int]]:
+def linear_shapes(model: ModelConfig, parallel: ParallelConfig) -> dict[str, tuple[int, int]]:
     """Return (outputs, inputs) of each linear layer of a transformer layer, by slot, for one tensor-parallel rank's part."""
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    tp = parallel.tensor_model_parallel_size
     hidden, ffn = model.hidden_size, model.ffn_size // tp
     queries, keys = model.num_attention_heads * model.head_size // tp, model.query_groups * model.head_size // tp
     return {

@@ -12,6 +12,7 @@ from typing import Any
 from megatron.lm.config.rules.check import single_values
 from megatron.lm.config.rules.training import schedule
 from megatron.lm.config.sections.schema import flag
+from megatron.lm.config.sections.training import OptimizerConfig, TrainingConfig
 from megatron.lm.config.whole import Config
 
 # Settings of a schedule other than its length: they mean the same in every run.
@@ -38,26 +39,27 @@ def differing_schedule(config: Config, saved: Config) -> list[str]:
     return differing
 
 
-def take_schedule(config: Config, saved: Config | None) -> Config:
+def take_schedule(config: Config, saved: tuple[OptimizerConfig, TrainingConfig] | None) -> Config:
     """Return the settings of a resume: with `--use-checkpoint-opt-param-scheduler`, the checkpoint's schedule replaces the flags'.
 
     Args:
         config: of the run that resumes.
-        saved: of the run that wrote the checkpoint; None if none is resumed.
+        saved: these sections of the run that wrote the checkpoint; None if none is resumed.
 
     Raises:
         ValueError: one run counts its length in samples, the other in iterations; or the saved schedule has a value out of range.
     """
     if saved is None or not config.checkpoint.use_checkpoint_opt_param_scheduler:
         return config
-    steps = saved.schedule_steps
+    optimizer, training = saved
+    steps = optimizer.schedule_steps(training)
     unit = "samples" if steps.in_samples else "iters"
     if steps.in_samples != (config.training.train_samples is not None):
         raise ValueError(
             f"--use-checkpoint-opt-param-scheduler: the checkpoint's schedule counts --train-{unit}, and this run's does not: give "
             f"--train-{unit}, or --override-opt-param-scheduler"
         )
-    taken: dict[str, Any] = {name: getattr(saved.optimizer, name) for name in (*_SHAPE, *_LENGTHS)}
+    taken: dict[str, Any] = {name: getattr(optimizer, name) for name in (*_SHAPE, *_LENGTHS)}
     taken[f"lr_decay_{unit}"] = steps.decay
     resumed = replace(config, optimizer=replace(config.optimizer, **taken))
     problems = list(single_values(resumed.optimizer)) or list(schedule(resumed, 1))

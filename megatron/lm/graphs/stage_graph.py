@@ -38,7 +38,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.lm.config import Config
 from megatron.lm.graphs.replay import Inputs, Replays
 from megatron.lm.model.gpt import GPT
 from megatron.lm.step import forward_backward, model_output
@@ -78,11 +77,10 @@ class Chunk:
         source: placeholder input of the first chunk, so that autograd calls its backward.
     """
 
-    def __init__(self, number: int, model: GPT, config: Config) -> None:
+    def __init__(self, number: int, model: GPT, hidden_shape: tuple[int, int, int]) -> None:
         self.number, self.model = number, model
         device = next(model.parameters()).device
-        shape = (config.rows, config.training.micro_batch_size, config.model.hidden_size)
-        hidden = torch.empty(shape, dtype=model.config.pipeline_dtype, device=device)
+        hidden = torch.empty(hidden_shape, dtype=model.config.pipeline_dtype, device=device)
         self._output_like = torch.empty((), device=device) if model.post_process else hidden
         self.grad_output = torch.empty_like(self._output_like)
         self.grad_input = None if model.pre_process else hidden
@@ -128,7 +126,7 @@ class StageGraphs(Replays):
 
     def __init__(self, training: Training, mode: str) -> None:
         super().__init__(training, mode)
-        self.chunks = [Chunk(number, model, training.config) for number, model in enumerate(chunks(training.model))]
+        self.chunks = [Chunk(number, model, training.hidden_shape) for number, model in enumerate(chunks(training.model))]
 
     def forward_backward(self, batches: Batches) -> tuple[Tensor, Tensor]:
         """Run all micro-batches of a step and average the gradients; return the sums of loss and of counted tokens, on the device."""

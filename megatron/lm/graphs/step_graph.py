@@ -11,7 +11,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from megatron.lm.config import Config
+from megatron.lm.config import ModelConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from megatron.lm.graphs import capture
 from megatron.lm.graphs.replay import Inputs, Replays
 from megatron.lm.graphs.stage_graph import StageGraphs
@@ -27,36 +27,35 @@ from msamp.parallel.greedy_zero import ZeRO
 FIRST, MIDDLE, LAST, ONLY = "first", "middle", "last", "only"  # positions of a micro-batch in a step
 
 
-def obstacle(config: Config) -> str | None:
+def obstacle(model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConfig, training: TrainingConfig) -> str | None:
     """Return why the steps of this run cannot be captured on this machine, or None if they can."""
+    plain_experts = len(precision.fp8_experts(model)) < len(model.moe_layers)
     obstacles = {
         "there is no GPU": not torch.cuda.is_available(),
         "Triton is not installed": importlib.util.find_spec("triton") is None,
         "gloo's collectives run on the host": torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo",
         "here PyTorch has no kernel for BF16 experts and multiplies them one by one, by sizes that the host reads": (
-            _experts_in_a_loop(config)
+            plain_experts and torch.cuda.is_available() and not has_grouped_kernel()
         ),
     }
-    return next((reason for reason, holds in obstacles.items() if holds), None) or capture.obstacle(config) or unregistrable()
+    return (
+        next((reason for reason, holds in obstacles.items() if holds), None)
+        or capture.obstacle(model, parallel, precision, training)
+        or unregistrable()
+    )
 
 
-def _experts_in_a_loop(config: Config) -> bool:
-    """Whether PyTorch has no kernel on this GPU for experts outside FP8."""
-    plain = len(config.fp8_experts) < len(config.model.moe_layers)
-    return plain and torch.cuda.is_available() and not has_grouped_kernel()
-
-
-def choose(config: Config) -> tuple[str, str]:
+def choose(model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConfig, training: TrainingConfig) -> tuple[str, str]:
     """Return the mode and its reason: the value of `--cuda-graph`, or by default "step" if it is possible.
 
     Raises:
         ValueError: if the flag requests graphs and they are impossible.
     """
-    asked, reason = config.training.cuda_graph, obstacle(config)
+    asked, reason = training.cuda_graph, obstacle(model, parallel, precision, training)
     if asked == "none":
         return "none", "--cuda-graph none"
     if reason is None:
-        stages = " of a stage, by micro-batch" if config.parallel.pipeline_model_parallel_size > 1 else ""
+        stages = " of a stage, by micro-batch" if parallel.pipeline_model_parallel_size > 1 else ""
         return asked or "step", f"forward and backward{stages}" if asked == "micro-batch" else f"forward and backward{stages}, and update"
     if asked is not None:
         raise ValueError(f"--cuda-graph {asked}: CUDA graphs cannot be captured because {reason}; use --cuda-graph none, or drop the flag")
@@ -64,12 +63,8 @@ def choose(config: Config) -> tuple[str, str]:
 
 
 def build(training: Training) -> "StepGraphs | StageGraphs | None":
-    """Build the graphs for `train_step`; None for eager steps (`choose`).
-
-    Raises:
-        ValueError: as `choose`.
-    """
-    mode, _ = choose(training.config)
+    """Build the graphs for `train_step`; None for eager steps."""
+    mode, _ = training.cuda_graph
     if mode == "none":
         return None
     return StepGraphs(training, mode) if training.grid.pipeline.size == 1 else StageGraphs(training, mode)

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megatron.lm.config import Config
+from megatron.lm.config import ModelConfig, ParallelConfig
 from megatron.lm.config.sections.parallel import CP_COMM_TYPES
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.grid import Grid
@@ -73,19 +73,16 @@ def document_mask(documents: Tensor, *, causal: bool, dtype: torch.dtype) -> Ten
     return torch.full(attends.shape, -torch.inf, dtype=dtype, device=attends.device).masked_fill_(attends, 0)
 
 
-def check_precision(config: Config) -> None:
-    """Prepare the kernels of `--attention-precision fp8` for this run's shape; do nothing without the flag.
+def prepare_fp8(model: ModelConfig, parallel: ParallelConfig, micro_batch_size: int) -> None:
+    """Prepare the kernels of `--attention-precision fp8` for the shape of a rank's part of a micro-batch.
 
     Raises:
         ValueError: this machine does not support FP8 attention of this shape.
     """
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
-    if config.precision.attention_precision != "fp8":
-        return
-    cp, causal = config.parallel.context_parallel_size, model.objective == "causal-lm"
-    if config.parallel.shares_heads:  # fewer heads of whole sequences
+    tp, cp, causal = parallel.tensor_model_parallel_size, parallel.context_parallel_size, model.objective == "causal-lm"
+    if parallel.shares_heads:  # fewer heads of whole sequences
         tp, cp = tp * cp, 1
-    rest = (config.training.micro_batch_size, model.num_attention_heads // tp, model.head_size)
+    rest = (micro_batch_size, model.num_attention_heads // tp, model.head_size)
     groups, scale, device = max(1, model.query_groups // tp), default_scale(model.head_size), process_groups.device()
     try:
         for queries, keys, masked in sorted(shapes(model.seq_length // cp, cp, causal=causal)):

@@ -26,13 +26,11 @@ from torch import nn
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron.lm.config import LINEARS, Config, PrecisionConfig
+from megatron.lm.config import LINEARS, ModelConfig, ParallelConfig, PrecisionConfig, TrainingConfig
+from megatron.lm.config.from_checkpoint import with_saved_rounding, with_saved_scaling
 from megatron.lm.config.presets import linear_shapes
-from megatron.lm.config.rules.precision import fp8_attention
-from megatron.lm.config.rules.table import conflicts
 from megatron.lm.config.sections.baselines import PeerRecipe
-from megatron.lm.config.sections.precision import MEASURED, with_saved_rounding, with_saved_scaling
-from megatron.lm.processes.agreement import rank_0_decides
+from megatron.lm.config.sections.precision import MEASURED
 from msamp.kernels.cuda_graph import capturing
 from msamp.kernels.fp8_attention import default_scale
 from msamp.kernels.scaled_mm import fp8_hardware
@@ -118,9 +116,10 @@ def write_table(path: Path, table: Mapping[str, Times]) -> None:
         )
 
 
-def layer_shapes(config: Config) -> dict[str, Shape]:
+def layer_shapes(model: ModelConfig, parallel: ParallelConfig, micro_batch_size: int) -> dict[str, Shape]:
     """Return the shapes of a transformer layer's linear layers by slot, on one tensor-parallel rank for one micro-batch."""
-    return {slot: Shape(config.tokens, inputs, outputs) for slot, (outputs, inputs) in linear_shapes(config).items()}
+    tokens, sizes = model.seq_length // parallel.context_parallel_size * micro_batch_size, linear_shapes(model, parallel)
+    return {slot: Shape(tokens, inputs, outputs) for slot, (outputs, inputs) in sizes.items()}
 
 
 def _has_fp8() -> bool:
@@ -132,43 +131,51 @@ def default_measure() -> Measure | None:
     return measure if _has_fp8() else None
 
 
-def times_by_slot(config: Config, measure: Measure | None) -> dict[str, Times] | None:
+def times_by_slot(precision: PrecisionConfig, shapes: Mapping[str, Shape], measure: Measure | None) -> dict[str, Times] | None:
     """Return the times from the cache file; measure and add missing ones. None if some are missing and `measure` is None."""
-    recipe = config.precision.recipe
+    recipe = precision.recipe
     assert recipe.gemm is not None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     operand = recipe.gemm.input
     scaling = f"{operand.scaling}" if operand.granularity == TENSORWISE else f"{operand.scaling} {operand.granularity}"
     # O1 and O2 cast the stored weight twice, O3 does not cast it.
     where = f"{gpu}, torch {torch.__version__}, weight {recipe.weight}, scaling {scaling}"
-    keys = {slot: f"{where}, {s.tokens} x {s.inputs} x {s.outputs}" for slot, s in layer_shapes(config).items()}
-    times = _cached(config, {keys[slot]: shape for slot, shape in layer_shapes(config).items()}, measure)
+    keys = {slot: f"{where}, {s.tokens} x {s.inputs} x {s.outputs}" for slot, s in shapes.items()}
+    times = _cached(precision, {keys[slot]: shape for slot, shape in shapes.items()}, measure)
     return times and {slot: times[key] for slot, key in keys.items()}
 
 
-def _cached(config: Config, shapes: Mapping[str, Shape | AttentionShape], measure: Measure | None) -> dict[str, Times] | None:
+def _cached(precision: PrecisionConfig, shapes: Mapping[str, Shape | AttentionShape], measure: Measure | None) -> dict[str, Times] | None:
     """Return the times of shapes by key, from the cache file; measure and add missing ones. None as in `times_by_slot`."""
-    path = Path(config.precision.fp8_gain_cache or default_cache())
+    path = Path(precision.fp8_gain_cache or default_cache())
     table = read_table(path)
     missing = {key: shape for key, shape in shapes.items() if key not in table}
     if missing:
         if measure is None:
             return None
-        new = {key: measure(shape, config.precision.recipe) for key, shape in missing.items()}
+        new = {key: measure(shape, precision.recipe) for key, shape in missing.items()}
         table = read_table(path) | new  # another run may have added entries in the meantime
         write_table(path, table)
     return {key: table[key] for key in shapes}
 
 
-def choose(config: Config, measure: Measure | None, saved: PrecisionConfig | None = None) -> Fp8LayerChoice:
+def choose(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
+    training: TrainingConfig,
+    measure: Measure | None,
+    saved: PrecisionConfig | None = None,
+) -> Fp8LayerChoice:
     """Return the choice for a run, on one process.
 
+    The first of these decides: `--bf16-linears`, `--fp8-min-gain` 0, the checkpoint, `--deterministic`, the gains.
+
     Args:
-        config: the first of these decides: `--bf16-linears`, `--fp8-min-gain` 0, the checkpoint, `--deterministic`, the gains.
+        model, parallel, precision, training: of the run.
         measure: returns the times of a linear layer; None to measure nothing.
         saved: settings of the run that is resumed, or None.
     """
-    precision = config.precision
     if not precision.named.fp8:
         return Fp8LayerChoice(reason=f"precision {precision.name}")
     if precision.bf16_linears is not None:
@@ -177,53 +184,60 @@ def choose(config: Config, measure: Measure | None, saved: PrecisionConfig | Non
         return Fp8LayerChoice(reason="--fp8-min-gain 0")
     if saved is not None and saved.named.fp8:
         return Fp8LayerChoice(saved.bf16_linears or (), "as in the checkpoint")
-    if config.training.deterministic:
+    if training.deterministic:
         return Fp8LayerChoice(reason="--deterministic: measured times are not reproducible")
-    times = times_by_slot(config, measure)
+    times = times_by_slot(precision, layer_shapes(model, parallel, training.micro_batch_size), measure)
     if times is None:
         return Fp8LayerChoice(
             reason="not measured on this GPU" if _has_fp8() else "not measured: this hardware has no FP8, which is emulated"
         )
-    groups = [LINEARS] if config.fuses_layers else [(slot,) for slot in LINEARS]
+    groups = [LINEARS] if precision.fuses(model, precision.recipe) else [(slot,) for slot in LINEARS]
     gains = {slot: sum(times[s].bf16 for s in group) / sum(times[s].fp8 for s in group) for group in groups for slot in group}
     slow = tuple(slot for slot in LINEARS if gains[slot] < precision.fp8_min_gain)
     return Fp8LayerChoice(slow, f"measured, --fp8-min-gain {precision.fp8_min_gain:g}", gains)
 
 
-def choose_attention(config: Config, measure: Measure | None, saved: PrecisionConfig | None = None) -> tuple[str, str]:
+def choose_attention(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
+    micro_batch_size: int,
+    measure: Measure | None,
+    saved: PrecisionConfig | None = None,
+    refused: str | None = None,
+) -> tuple[str, str]:
     """Return the precision of the attention core for a run with `--attention-precision auto`, and the reason, on one process.
 
     The first of these decides: what FP8 attention does not support, `--fp8-min-gain` 0, the checkpoint, this machine, the gain.
 
     Args:
-        config, measure, saved: as in `choose`.
+        model, parallel, precision, measure, saved: as in `choose`.
+        refused: why other flags of the run exclude FP8 attention; None if they do not.
     """
-    if not config.precision.named.fp8:
-        return "bf16", f"precision {config.precision.name}"
-    fp8 = config.with_attention("fp8")
-    refused = next((problem for problem in (*conflicts(fp8, about="attention_precision"), *fp8_attention(fp8, 1))), None)
+    if not precision.named.fp8:
+        return "bf16", f"precision {precision.name}"
     if refused is not None:
         return "bf16", refused
-    if not config.precision.fp8_min_gain:
+    if not precision.fp8_min_gain:
         return "fp8", "--fp8-min-gain 0"
     if saved is not None and saved.named.fp8:
         return saved.attention_precision, "as in the checkpoint"
     if not _has_fp8():
         return "bf16", "not measured: this hardware has no FP8, which is emulated"
-    from megatron.lm.model.attention import check_precision  # megatron-core, for seconds
+    from megatron.lm.model.attention import prepare_fp8  # megatron-core, for seconds
 
     try:
-        check_precision(fp8)
+        prepare_fp8(model, parallel, micro_batch_size)
     except ValueError as error:
         return "bf16", str(error)
-    shape = attention_shape(config)
+    shape = attention_shape(model, parallel, micro_batch_size)
     kernels = f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, frontend {_frontend_version()}"
     key = f"{torch.cuda.get_device_name()}, {kernels}, attention, {' x '.join(map(str, shape))}"
-    times = _cached(config, {key: shape}, measure)
+    times = _cached(precision, {key: shape}, measure)
     if times is None:
         return "bf16", "not measured on this GPU"
     gain = times[key].bf16 / times[key].fp8
-    return "fp8" if gain >= config.precision.fp8_min_gain else "bf16", f"gain {gain:.2f}, --fp8-min-gain {config.precision.fp8_min_gain:g}"
+    return "fp8" if gain >= precision.fp8_min_gain else "bf16", f"gain {gain:.2f}, --fp8-min-gain {precision.fp8_min_gain:g}"
 
 
 def _frontend_version() -> str:
@@ -234,124 +248,109 @@ def _frontend_version() -> str:
         return "none"
 
 
-def attention_shape(config: Config) -> AttentionShape:
+def attention_shape(model: ModelConfig, parallel: ParallelConfig, micro_batch_size: int) -> AttentionShape:
     """Return the shape of the attention core on one rank for one micro-batch. With a ring of context-parallel ranks it covers a rank's
     own tokens; with an all-to-all, a rank's heads of whole sequences."""
-    model, parallel = config.model, config.parallel
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     ranks, parts = (tp * cp, 1) if parallel.shares_heads else (tp, cp)
     heads, groups = model.num_attention_heads // ranks, max(1, model.query_groups // ranks)
-    return AttentionShape(config.training.micro_batch_size, model.seq_length // parts, heads, groups, model.head_size)
+    return AttentionShape(micro_batch_size, model.seq_length // parts, heads, groups, model.head_size)
 
 
-def decide(config: Config, measure: Measure | None, saved: SavedPrecision = lambda: None) -> tuple[Config, Fp8LayerChoice]:
+def decide(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
+    training: TrainingConfig,
+    measure: Measure | None,
+    saved: SavedPrecision = lambda: None,
+    refused: str | None = None,
+) -> tuple[PrecisionConfig, Fp8LayerChoice]:
     """Resolve the open precision settings on one process: operand scaling and state rounding from the checkpoint, and the FP8 layers.
 
     Args:
-        config: of the run.
-        measure: as in `choose`.
+        model, parallel, precision, training, measure: as in `choose`.
         saved: returns the settings of the run that is resumed, or None; called if something is in FP8 or optimizer states are narrower
             than FP32.
+        refused: as in `choose_attention`.
 
     Raises:
         ValueError: if the checkpoint's operand scaling contradicts the flags.
     """
-    named = config.precision.named
+    named = precision.named
     before = saved() if named.fp8 or any(named.states.rounded().values()) else None
-    config = replace(config, precision=with_saved_rounding(with_saved_scaling(config.precision, before), before))
-    choice = choose(config, measure, before)
-    if config.precision.attention_precision == MEASURED:
-        precision, reason = choose_attention(config, measure, before)
-        choice = replace(choice, attention=f"attention: {precision.upper()}; {reason}")
-        config = config.with_attention(precision)
-    return with_choice(config, choice), choice
+    precision = with_saved_rounding(with_saved_scaling(precision, before), before)
+    choice = choose(model, parallel, precision, training, measure, before)
+    if precision.attention_precision == MEASURED:
+        attention, reason = choose_attention(model, parallel, precision, training.micro_batch_size, measure, before, refused)
+        choice = replace(choice, attention=f"attention: {attention.upper()}; {reason}")
+        precision = replace(precision, attention_precision=attention)
+    return replace(precision, bf16_linears=choice.bf16) if named.fp8 else precision, choice
 
 
-def agree_on_layers(config: Config, saved: SavedPrecision = lambda: None) -> tuple[Config, Fp8LayerChoice]:
-    """Return rank 0's decision on every rank; collective.
-
-    Raises:
-        ValueError: on every rank, if rank 0 failed (`saved` raised, the flags contradict the checkpoint, or a measurement ran out of GPU
-            memory).
-    """
-    decided, choice = rank_0_decides(lambda: decide(config, default_measure(), saved))
-    return replace(config, precision=decided.precision), choice
-
-
-def with_choice(config: Config, choice: Fp8LayerChoice) -> Config:
-    """Return the configuration with the choice applied."""
-    return replace(config, precision=replace(config.precision, bf16_linears=choice.bf16)) if config.precision.named.fp8 else config
-
-
-def describe(config: Config, choice: Fp8LayerChoice) -> str:
+def describe(model: ModelConfig, precision: PrecisionConfig, choice: Fp8LayerChoice) -> str:
     """Return a line with the number of linear layers of the whole model (without the LM head) in each precision, and the reason."""
-    counts = []
+    counts, wide = [], precision.layers_in_bf16(model.num_layers)
     for name, slots in (("FP8", [s for s in LINEARS if s not in choice.bf16]), ("BF16", choice.bf16)):
         gains = {slot: f"{choice.gains[slot]:.2f}" for slot in slots if slot in choice.gains}
         alike = f"gain {next(iter(gains.values()))}" if len(set(gains.values())) == 1 else ""
         details = (
             alike or ", ".join(f"{slot} {gain}" for slot, gain in gains.items()) or (", ".join(slots) if choice.bf16 and slots else "")
         )
-        number = sum(linear_layers(config, slot, config.layers_in_bf16) for slot in slots)
+        number = sum(linear_layers(model, slot, wide) for slot in slots)
         if name == "BF16":
-            number += linear_layers(config) - sum(linear_layers(config, slot, config.layers_in_bf16) for slot in LINEARS)
-            details = "; ".join(filter(None, (details, _whole_layers(config))))
+            number += linear_layers(model) - linear_layers(model, without=wide)
+            details = "; ".join(filter(None, (details, _whole_layers(wide))))
         counts.append(f"{number} {name}" + (f" ({details})" if details else ""))
-    if not config.precision.named.fp8:
-        by = "of Transformer Engine" if isinstance(config.precision.named, PeerRecipe) else str(config.precision.named.compute)
-        counts = [f"{linear_layers(config)} {by}"]
+    if not precision.named.fp8:
+        by = "of Transformer Engine" if isinstance(precision.named, PeerRecipe) else str(precision.named.compute)
+        counts = [f"{linear_layers(model)} {by}"]
     smooth = ""
-    if config.precision.smooth_swiglu:
+    if precision.smooth_swiglu:
         smooth = "; no Smooth-SwiGLU, since linear_fc2 is BF16" if "linear_fc2" in choice.bf16 else "; Smooth-SwiGLU"
     return f"linear layers: {', '.join(counts)}{smooth}; {choice.reason}"
 
 
-def linear_layers(config: Config, slot: str | None = None, without: Collection[int] = ()) -> int:
+def linear_layers(model: ModelConfig, slot: str | None = None, without: Collection[int] = ()) -> int:
     """Return the number of linear layers of the whole model, the LM head and experts excepted.
 
     Args:
         slot: only these; None: of all slots.
         without: layers, from 0, that do not count.
     """
-    model = config.model
-    dense = [n for n in range(model.num_layers) if n not in without]
     if slot is None:
-        return sum(linear_layers(config, each, without) for each in LINEARS)
+        return sum(linear_layers(model, each, without) for each in LINEARS)
+    dense = [n for n in range(model.num_layers) if n not in without]
     if slot in ("linear_fc1", "linear_fc2") and model.moe_shared_expert_intermediate_size is None:
         dense = [n for n in dense if n not in model.moe_layers]
     return len(dense)
 
 
-def describe_experts(config: Config) -> str | None:
-    """Return a line about the experts of the whole model; None for a dense model."""
-    model, recipe = config.model, config.precision.named
+def describe_experts(model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConfig) -> str | None:
+    """Return a line about the experts of the whole model, which of them a process has, and how tokens reach the others; None for a dense
+    model."""
+    recipe, size, shared = precision.named, parallel.expert_model_parallel_size, model.moe_shared_expert_intermediate_size
     if model.num_experts is None:
         return None
-    wide = len(model.moe_layers) - len(config.fp8_experts) if recipe.fp8 else 0
+    wide = len(model.moe_layers) - len(precision.fp8_experts(model)) if recipe.fp8 else 0
     stored = f"in FP8{f', of {wide} layers in BF16' if wide else ''}" if recipe.fp8 else f"in {recipe.compute}"
-    shared = model.moe_shared_expert_intermediate_size
     beside = f", and a shared one of width {shared}" if shared else ""
-    fused = "; their attention runs unfused" if config.fuses_layers else ""
+    fused = "; their attention runs unfused" if precision.fuses(model, precision.recipe) else ""
+    spread = "every process has all of its layers' experts"
+    if size > 1:
+        asked = parallel.moe_wire or "fp8"
+        wire = asked.partition("-")[0].upper() if recipe.fp8 else recipe.compute
+        sums = ", as their sums return" if asked == "fp8-sums" else ""
+        spread = f"every process has {model.num_experts // size} of them, and gathers the tokens of {size} processes in {wire}{sums}"
     return (
         f"mixture of experts: {len(model.moe_layers)} of {model.num_layers} layers, each with {model.num_experts} experts of width "
-        f"{model.expert_size} {stored}, {model.moe_router_topk} per token{beside}; {_spread(config)}{fused}"
+        f"{model.expert_size} {stored}, {model.moe_router_topk} per token{beside}; {spread}{fused}"
     )
 
 
-def _spread(config: Config) -> str:
-    """Describe which experts a process has, and how tokens reach the others."""
-    model, size = config.model, config.parallel.expert_model_parallel_size
-    if size == 1 or model.num_experts is None:
-        return "every process has all of its layers' experts"
-    asked = config.parallel.moe_wire or "fp8"
-    wire = asked.partition("-")[0].upper() if config.precision.named.fp8 else config.precision.named.compute
-    sums = ", as their sums return" if asked == "fp8-sums" else ""
-    return f"every process has {model.num_experts // size} of them, and gathers the tokens of {size} processes in {wire}{sums}"
-
-
-def _whole_layers(config: Config) -> str:
+def _whole_layers(layers: Collection[int]) -> str:
     """Return `layers 1, 2 and 12 as a whole`, counted from 1; an empty text if there are none."""
-    numbers = [str(layer + 1) for layer in sorted(config.layers_in_bf16)]
+    numbers = [str(layer + 1) for layer in sorted(layers)]
     if not numbers:
         return ""
     listed = f"layers {', '.join(numbers[:-1])} and {numbers[-1]}" if len(numbers) > 1 else f"layer {numbers[0]}"

@@ -1,9 +1,7 @@
 """GPT: megatron-core's GPTModel with our layers, built from our configuration."""
 
 import functools
-from collections.abc import Mapping
 from dataclasses import fields
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +12,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron.lm.config import LINEARS, Config, ModelConfig
+from megatron.lm.config import LINEARS, ModelConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from megatron.lm.config.sections.baselines import PeerRecipe
 from megatron.lm.config.sections.precision import saved_activations
-from megatron.lm.model.attention import check_backend, count_context, document_mask
+from megatron.lm.model.attention import count_context, document_mask
 from megatron.lm.model.initial import draw_weights
 from megatron.lm.model.linear import HeadGemm, connect, layer_linears, output_linear
 from megatron.lm.model.loss import token_loss
@@ -139,10 +137,9 @@ class GPT(GPTModel):
         return token_loss(logits, labels)
 
 
-def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
-    """Return megatron-core's configuration of the model in `config`, with parameters in `recipe.compute_dtype`."""
-    model, parallel = config.model, config.parallel
-    interleaved = config.virtual_stages is not None
+def transformer_config(model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig, recipe: "Recipe") -> TransformerConfig:
+    """Return megatron-core's configuration of the model, with parameters in `recipe.compute_dtype`."""
+    stages = parallel.virtual_stages(model.num_layers)
     settings = functools.partial(
         TransformerConfig,
         num_layers=model.num_layers,
@@ -167,10 +164,10 @@ def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
         init_method=nn.init.zeros_,
         embedding_init_method=nn.init.zeros_,
         output_layer_init_method=nn.init.zeros_,
-        recompute_granularity=config.training.recompute_granularity,
-        recompute_method=config.training.recompute_method,
-        recompute_num_layers=config.training.recompute_num_layers,
-        recompute_modules=list(config.training.recompute_modules) or None,
+        recompute_granularity=training.recompute_granularity,
+        recompute_method=training.recompute_method,
+        recompute_num_layers=training.recompute_num_layers,
+        recompute_modules=list(training.recompute_modules) or None,
         params_dtype=recipe.compute_dtype,
         fp16=recipe.compute_dtype is torch.float16,
         bf16=recipe.compute_dtype is torch.bfloat16,
@@ -181,13 +178,13 @@ def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
         cp_comm_type=parallel.cp_comm_type,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-        virtual_pipeline_model_parallel_size=config.virtual_stages,
+        virtual_pipeline_model_parallel_size=stages,
         sequence_parallel=parallel.sequence_parallel,
         # Over gloo, batched point-to-point communication gives interleaved stages wrong gradients.
-        overlap_p2p_comm=interleaved,
-        batch_p2p_comm=not interleaved,
+        overlap_p2p_comm=stages is not None,
+        batch_p2p_comm=stages is None,
         gradient_accumulation_fusion=False,
-        deterministic_mode=config.training.deterministic,  # the embedding's backward accumulates in a fixed order
+        deterministic_mode=training.deterministic,  # the embedding's backward accumulates in a fixed order
         # This would run torch.compile for one addition: it saves well under 1 % of a step on a GPU and requires a C compiler everywhere.
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
@@ -206,13 +203,25 @@ def _expert_settings(model: ModelConfig) -> dict[str, Any]:
     return same | {"num_moe_experts": model.num_experts, "moe_layer_freq": layers, "moe_ffn_hidden_size": model.expert_size}
 
 
-def build_model(config: Config, recipe: "Recipe", vocab_size: int, vp_stage: int | None = None, sent: WireBytes | None = None) -> GPT:
+def build_model(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
+    training: TrainingConfig,
+    recipe: "Recipe",
+    vocab_size: int,
+    vp_stage: int | None = None,
+    sent: WireBytes | None = None,
+) -> GPT:
     """Build this rank's part of the model on its device; requires `process_groups.initialize`.
 
     Initial weights depend on the seed and the model's shape, not on the parallel layout, nor on the recipe beyond rounding. The vocabulary
-    is padded (`Config.padded_vocab_size`).
+    is padded (`ModelConfig.padded_vocab_size`).
 
     Args:
+        model, parallel: shape of the model, and its split over processes.
+        precision: with the choice of the FP8 layers.
+        training: recomputation, the seed, and `--deterministic`.
         recipe: defines the linear layers; parameters have its `compute_dtype`.
         vocab_size: of the tokenizer, not padded.
         vp_stage: index of the chunk of an interleaved pipeline stage; None without interleaving.
@@ -221,56 +230,56 @@ def build_model(config: Config, recipe: "Recipe", vocab_size: int, vp_stage: int
     Raises:
         ValueError: if the attention backend is not available, the norm is unknown, or a baseline's library or GPU is missing.
     """
-    linears = layer_linears(recipe, config.precision.bf16_linears or (), smooth=config.precision.smooth_swiglu) | {
-        "output_layer": output_linear(recipe)
-    }
+    linears = layer_linears(recipe, precision.bf16_linears or (), smooth=precision.smooth_swiglu)
     if isinstance(recipe, PeerRecipe):
         check_available(recipe)  # before megatron-core's configuration checks the same with another message
-    core_config = transformer_config(config, recipe)
-    layers = peer_block_spec(core_config, provider(), vp_stage) if isinstance(recipe, PeerRecipe) else None
-    others = dict.fromkeys(config.layers_in_bf16, layer_linears(recipe, LINEARS))
-    model = assemble(config, core_config, vocab_size, linears, vp_stage, layers, fused=config.fuses(recipe), others=others)
-    convert_experts(model, recipe, config.fp8_experts)
+    core_config = transformer_config(model, parallel, training, recipe)
+    if isinstance(recipe, PeerRecipe):
+        layers = peer_block_spec(core_config, provider(), vp_stage)
+    else:
+        options = LayerOptions(
+            attention_backend=model.attention_backend,
+            saved=saved_activations(precision),
+            causal=model.objective == "causal-lm",
+            fp8_attention=precision.recipe.gemm if precision.attention_precision == "fp8" else None,
+            fused=precision.fuses(model, recipe),
+            qk_scope=model.qk_layernorm_scope,
+            cp_wire=parallel.cp_wire or "bf16",
+        )
+        others = dict.fromkeys(precision.layers_in_bf16(model.num_layers), layer_linears(recipe, LINEARS))
+        layers = block_spec(core_config, linears, options, vp_stage, others, model.moe_layers)
+    head = {"output_linear": output_linear(recipe), "head_precision": precision.output_layer_precision}
+    gpt = assemble(model, core_config, layers, vocab_size, vp_stage, seed=training.seed, **head)
+    convert_experts(gpt, recipe, precision.fp8_experts(model))
     sent = WireBytes() if sent is None else sent
-    connect(model, config, sent)
-    count_context(model, sent)
-    return model
+    connect(gpt, parallel, sent, measure=not training.deterministic)
+    count_context(gpt, sent)
+    return gpt
 
 
 def assemble(
-    config: Config,
+    model: ModelConfig,
     core_config: TransformerConfig,
+    layers: TransformerBlockSubmodules,
     vocab_size: int,
-    linears: Mapping[str, type],
     vp_stage: int | None = None,
-    layers: TransformerBlockSubmodules | None = None,
     *,
-    fused: bool = False,
-    others: Mapping[int, Mapping[str, type]] = MappingProxyType({}),
+    seed: int,
+    **head: Any,
 ) -> GPT:
-    """`build_model` from megatron-core's configuration and the linear-layer classes by slot, without `connect`.
+    """`build_model` from megatron-core's configuration and the spec of the transformer block, without `connect`.
 
-    layers: spec of the transformer block and its final norm; None builds ours from `linears`.
-    others: as `block_spec` takes them.
-    fused: whether our layers are fused (`Config.fuses`).
+    Args:
+        layers: spec of the transformer block and its final norm.
+        seed: of the initial weights.
+        head: `output_linear` and `head_precision` of `GPT`.
+        The others: as for `build_model`.
     """
-    check_backend(config.model.attention_backend, config.model.attention_dropout)
-    model, grid = config.model, Grid.current()
-    if layers is None:
-        options = LayerOptions(
-            attention_backend=model.attention_backend,
-            saved=saved_activations(config.precision),
-            causal=model.objective == "causal-lm",
-            fp8_attention=config.precision.recipe.gemm if config.precision.attention_precision == "fp8" else None,
-            fused=fused,
-            qk_scope=model.qk_layernorm_scope,
-            cp_wire=config.parallel.cp_wire or "bf16",
-        )
-        layers = block_spec(core_config, linears, options, vp_stage, others, model.moe_layers)
+    grid = Grid.current()
     gpt = GPT(
         config=core_config,
         transformer_layer_spec=layers,
-        vocab_size=config.padded_vocab_size(vocab_size),
+        vocab_size=model.padded_vocab_size(vocab_size, core_config.tensor_model_parallel_size),
         max_sequence_length=model.max_positions,
         pre_process=grid.is_first_stage(vp_stage),
         post_process=grid.is_last_stage(vp_stage),
@@ -282,9 +291,8 @@ def assemble(
         rope_scaling=model.use_rope_scaling,
         rope_scaling_factor=model.rope_scaling_factor,
         vp_stage=vp_stage,
-        output_linear=linears["output_layer"],
-        head_precision=config.precision.output_layer_precision,
         causal=model.objective == "causal-lm",
+        **head,
     )
-    draw_weights(gpt, config)
+    draw_weights(gpt, model, seed)
     return gpt

@@ -19,30 +19,30 @@ from megatron.lm.model.moe.fp8_experts import TrainedMatrices
 from msamp.nn.expert_layer import Experts
 
 if TYPE_CHECKING:
-    from megatron.lm.config import Config
+    from megatron.lm.config import ModelConfig
 
 _RESIDUAL = ("linear_proj", "linear_fc2")  # each adds its output to the residual stream once per layer
 
 
 @torch.no_grad()
-def draw_weights(model: GPTModel, config: "Config") -> None:
+def draw_weights(model: GPTModel, config: "ModelConfig", seed: int) -> None:
     """Fill every matrix of this rank's part of the model from N(0, std^2), drawn in FP32.
 
     std is `--init-method-std`, divided by sqrt(2 x layers) in layers that write to the residual stream. Vectors keep their initial values:
     biases 0, norms 1. The padding rows of the vocabulary are drawn like the others.
     """
-    std, residual_std = config.model.init_method_std, config.model.init_method_std / math.sqrt(2 * config.model.num_layers)
+    std, residual_std = config.init_method_std, config.init_method_std / math.sqrt(2 * config.num_layers)
     for name, module in named_globally(model):
         for key, parameter in module.named_parameters(recurse=False):
             if parameter.dim() < 2:
                 continue
             if isinstance(module, Experts):
-                _draw_experts(f"{name}.{key}", parameter, residual_std if key == "fc2_weight" else std, config.training.seed, module.first)
+                _draw_experts(f"{name}.{key}", parameter, residual_std if key == "fc2_weight" else std, seed, module.first)
                 continue
-            whole = _draw(f"{name}.{key}", parameter, model.pg_collection.tp.size(), config.training.seed)
+            whole = _draw(f"{name}.{key}", parameter, model.pg_collection.tp.size(), seed)
             whole *= residual_std if name.endswith(_RESIDUAL) else std
             # With SwiGLU a rank has its slice of the gate, then its slice of the other half.
-            strips = 2 if config.model.swiglu and name.endswith("linear_fc1") else 1
+            strips = 2 if config.swiglu and name.endswith("linear_fc1") else 1
             part = _part(whole, parameter, strips, model.pg_collection.tp.rank(), model.pg_collection.tp.size())
             if isinstance(module, FP8Gemm):
                 module.start_from(part.to(parameter.dtype))

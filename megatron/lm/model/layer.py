@@ -29,8 +29,8 @@ def activation_of(config: TransformerConfig) -> str:
 class Layer(TransformerLayer):
     """megatron-core's TransformerLayer, with its parameters, computed by the fused blocks of `msamp.nn` where possible.
 
-    `Config.fuses` defines for which models. The layer falls back to its modules while a linear layer has a forward hook, since a fused
-    block never calls that layer, while `--fp8-guard` has raised one to BF16, and with arguments that only megatron-core's layer knows.
+    `PrecisionConfig.fuses` defines for which models. The layer falls back to its modules while a linear layer has a forward hook, since a
+    fused block never calls that layer, while `--fp8-guard` has raised one to BF16, and with arguments that only megatron-core's layer has.
 
     Attributes:
         fused: whether this layer uses the fused blocks.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from megatron.lm.config import Config
+from megatron.lm.config import ParallelConfig
 from megatron.lm.processes.grid import Grid, Ranks
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes, all_gather_sent, all_reduce_sent
@@ -277,14 +277,14 @@ def travels(model: nn.Module) -> str | None:
     return next((layer.converter.travels for layer in model.modules() if isinstance(layer, FP8Gemm) and layer.converter is not None), None)
 
 
-def connect(model: nn.Module, config: Config, sent: WireBytes) -> None:
+def connect(model: nn.Module, parallel: ParallelConfig, sent: WireBytes, *, measure: bool) -> None:
     """Connect the tensor-parallel layers of a model to their shared FP8 converter, those without one to the byte counter `sent`, and the
-    experts to the ranks that share them.
+    experts to the ranks that share them. `measure`: whether `--tp-transport auto` may choose by times.
 
     Raises:
         ValueError: if `--tp-transport copies` is impossible on these ranks.
     """
-    parallel, layers = config.parallel, list(model.modules())
+    layers = list(model.modules())
     if parallel.expert_model_parallel_size > 1:
         shared = ExpertParallel(_group(Grid.current().experts), wire=parallel.moe_wire or "fp8", sent=sent)
         for layer in layers:
@@ -304,7 +304,7 @@ def connect(model: nn.Module, config: Config, sent: WireBytes) -> None:
             saved_input=parallel.tp_saved_input,
             sent=sent,
             transport=parallel.tp_transport,
-            measure=not config.training.deterministic,
+            measure=measure,
         )
     for layer in layers:
         if isinstance(layer, FP8Gemm) and layer.recipe.gathers_fp8:

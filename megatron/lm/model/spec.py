@@ -33,7 +33,7 @@ class LayerOptions(NamedTuple):
             (`gpt.transformer_config`).
         causal: whether a token attends to earlier tokens only, or to its whole sequence.
         fp8_attention: the casts of the linear layers, if the core attention is in FP8 too.
-        fused: whether the fused blocks of `msamp.nn` compute the layer (`Config.fuses`), which requires `FP8Gemm` linear layers.
+        fused: whether the fused blocks of `msamp.nn` compute the layer (`PrecisionConfig.fuses`), which requires `FP8Gemm` linear layers.
         qk_scope: `--qk-layernorm-scope`, for a `config` with `qk_layernorm`.
         cp_wire: `--cp-wire`.
     """

@@ -21,7 +21,7 @@ host launches kernels for every expert, are refused.
 from megatron.lm.config import Config
 from megatron.lm.config.presets import linear_shapes
 from megatron.lm.graphs import capture
-from megatron.lm.planning import experts, wire
+from megatron.lm.planning import experts, memory, wire
 from megatron.lm.planning.rates import Cluster, Rates
 from msamp.kernels.reference.grouped_mm import GROUP_ALIGNMENT
 
@@ -41,9 +41,9 @@ FP32_COPIES = 18  # bytes per element of the router's input, cast to FP32 forwar
 
 def refusal(config: Config) -> str | None:
     """Return why the time of a model's steps is unknown because of its experts; None if it is known."""
-    if config.model.num_experts is None or capture.captured(config):
+    if config.model.num_experts is None or memory.captured(config):
         return None
-    why = capture.obstacle(config) or "--cuda-graph none"
+    why = capture.obstacle(config.model, config.parallel, config.precision, config.training) or "--cuda-graph none"
     return f"the planner has no measured rate for experts in eager steps ({why}): plan memory alone with --dry-run of megatron.lm.pretrain"
 
 
@@ -103,7 +103,7 @@ def casts_of_weights(config: Config, rates: Rates) -> float:
 
 def linears(config: Config) -> dict[str, tuple[int, int]]:
     """Return (outputs, inputs) of the linear layers of a transformer layer: with experts, only attention's and the shared expert's."""
-    shapes = linear_shapes(config)
+    shapes = linear_shapes(config.model, config.parallel)
     if not config.model.moe_layers:
         return shapes
     size, tp = config.model.moe_shared_expert_intermediate_size or 0, config.parallel.tensor_model_parallel_size

@@ -29,7 +29,7 @@ ORDER, CHOICE = 16, 16  # bytes per choice: offsets, source and places of its ro
 
 def in_fp8(config: Config) -> bool:
     """Return whether the experts of a model with identical layers (`of_layers`) are in FP8."""
-    return bool(config.fp8_experts)
+    return bool(config.precision.fp8_experts(config.model))
 
 
 def of_rank(config: Config) -> int:
@@ -40,7 +40,8 @@ def of_rank(config: Config) -> int:
 
 def recomputes_fc1(config: Config) -> bool:
     """Return whether backward computes the output of the experts' FC1 again (`--recompute-modules mlp`)."""
-    return in_fp8(config) and config.recomputes_fc1_of_experts
+    shared = config.model.moe_shared_expert_intermediate_size  # its layer recomputes its whole MLP (`megatron.lm.model.moe.fp8_experts`)
+    return in_fp8(config) and "mlp" in config.training.recomputed_modules and shared is None
 
 
 def own_tokens(config: Config) -> float:

@@ -1,16 +1,21 @@
 """Refuse a run that does not fit in the memory of a GPU or host at its start, not after minutes of allocation; the text of `--dry-run`."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 
+import psutil
+import torch
+
 from megatron.lm.config import Config, flag
 from megatron.lm.config.presets import active_parameter_count, parameter_count
-from megatron.lm.config.sections.precision import saved_activations
+from megatron.lm.config.rules.precision import attention_refusal
+from megatron.lm.config.sections.precision import MEASURED, saved_activations
 from megatron.lm.data.masked import model_vocabulary
 from megatron.lm.data.tokenizers.tokenizer import build_tokenizer
-from megatron.lm.graphs.capture import captured
+from megatron.lm.model import fp8_layers
 from megatron.lm.planning.layers import vocabulary
-from megatron.lm.planning.memory import GIB, RESERVED, Rank, document_mask, plan
+from megatron.lm.planning.memory import GIB, RESERVED, Rank, captured, document_mask, plan
 from megatron.lm.planning.rates import GPUS
 from msamp.nn.saved_activations import AS_IT_IS
 
@@ -20,11 +25,45 @@ ORDER_BYTES = 20  # per sample in the indices of megatron-core's GPTDataset: its
 def device_memory(gib: float | None, gpu: str | None = None) -> float:
     """Return the bytes available to a process, for dry run and planner: `gib` if given, else from the data sheet of `gpu`, a key of
     `rates.GPUS`, else of this machine's GPU, else of an H100."""
-    import torch
-
     if gib is None and gpu is None and torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory
     return (GPUS[gpu or "h100"].memory_gib if gib is None else gib) * GIB
+
+
+def dry_run(config: Config, world_size: int, saved: fp8_layers.SavedPrecision) -> None:
+    """Print the memory plan of `--dry-run` on rank 0.
+
+    Args:
+        saved: returns the precision settings of the checkpoint that the run would resume, or None.
+
+    Raises:
+        ValueError: if a process needs more memory than its device has.
+    """
+    capacity, config = device_memory(config.logging.device_memory_gib), with_vocabulary(config)
+    check_weights(config, capacity)
+    refused, settings = attention_refusal(config), (config.model, config.parallel, config.precision, config.training)
+    precision, choice = fp8_layers.decide(*settings, None, saved, refused)
+    config = replace(config, precision=precision)
+    main = os.environ.get("RANK", "0") == "0"
+    if main:
+        print(report(config, world_size))
+        print("\n".join(filter(None, (fp8_layers.describe(config.model, precision, choice), choice.attention))), flush=True)
+    check_fits(config, world_size, capacity)
+    if main:
+        print(f"fits into {capacity / GIB:.1f} GiB; nothing was started", flush=True)
+
+
+def check_machine(config: Config, world_size: int) -> None:
+    """Raise a ValueError if the run does not fit into this machine, before minutes of allocation."""
+    if config.precision.attention_precision == MEASURED and config.precision.named.fp8:  # undecided: FP8 needs less memory
+        config = replace(config, precision=replace(config.precision, attention_precision="fp8"))
+    host = psutil.virtual_memory().total
+    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    device = host / int(local) if local.isdecimal() and int(local) else host
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(0).total_memory
+    check_fits(config, world_size, device, reserved=0)
+    check_data_order(config, world_size, host)
 
 
 def with_vocabulary(config: Config) -> Config:
@@ -89,7 +128,7 @@ def _remedies(config: Config, rank: Rank, copies: int) -> Iterator[str]:
             yield f"lower --micro-batch-size {config.training.micro_batch_size}"
         if saved_activations(config.precision) == AS_IT_IS:
             yield "add --save-activations coat"
-        if config.training.recompute_granularity is None and config.fp8_experts:
+        if config.training.recompute_granularity is None and config.precision.fp8_experts(config.model):
             yield "add --recompute-granularity selective --recompute-modules mlp"
         elif config.training.recompute_granularity is None:
             yield "add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

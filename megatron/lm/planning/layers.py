@@ -17,10 +17,8 @@ from megatron.lm.planning.experts import in_fp8, of_rank
 def of_layers(config: Config, layers: Iterable[int]) -> list[Config]:
     """Return, for each of these layers, the configuration of a model that has no other kind of layer (`Config.of_layer`)."""
     kinds: dict[tuple[bool, bool], Config] = {}
-    mixtures = config.model.moe_layers
-    return [
-        kinds.setdefault(kind, config.of_layer(layer)) for layer in layers for kind in [(layer in config.layers_in_bf16, layer in mixtures)]
-    ]
+    mixtures, wide = config.model.moe_layers, config.precision.layers_in_bf16(config.model.num_layers)
+    return [kinds.setdefault(kind, config.of_layer(layer)) for layer in layers for kind in [(layer in wide, layer in mixtures)]]
 
 
 def counted(kinds: Iterable[Config]) -> list[tuple[Config, int]]:
@@ -95,7 +93,7 @@ def stage_parameters(config: Config, stage: int) -> tuple[Parameter, ...]:
 
 def _layer(config: Config) -> list[Parameter]:
     """Return the parameters of one transformer layer."""
-    shapes, wide = linear_shapes(config), config.precision.bf16_linears or ()
+    shapes, wide = linear_shapes(config.model, config.parallel), config.precision.bf16_linears or ()
 
     def linear(slot: str, summed: bool = False) -> list[Parameter]:
         weight = Parameter(shapes[slot], "matrix" if slot in wide else "linear")

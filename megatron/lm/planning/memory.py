@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.lm.config import LINEARS, Config
 from megatron.lm.config.sections.precision import saved_activations
-from megatron.lm.graphs.capture import captured, slots
+from megatron.lm.graphs import capture
 from megatron.lm.planning import experts
 from megatron.lm.planning.layers import Parameter, of_layers, stage_chunks, stage_layers, stage_parameters, vocabulary
 from msamp.comm.accumulate import OWNER, Plain, accumulator
@@ -366,3 +366,34 @@ def _compute_bytes(config: Config) -> int:
 
 def _sequence_split(config: Config) -> int:
     return config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+
+
+def captured(config: Config) -> bool:
+    """Return whether steps are CUDA graphs on a GPU with Triton and NCCL."""
+    obstacle = capture.obstacle(config.model, config.parallel, config.precision, config.training)
+    return config.training.cuda_graph != "none" and obstacle is None
+
+
+def slots(stage: int, stages: int, chunks: int, micro_batches: int) -> Sequence[int]:
+    """Return the maximum number of micro-batches in flight on each chunk of a pipeline stage, for which graphs reserve memory.
+
+    This follows megatron-core's schedules: 1F1B; or interleaved 1F1B after 2 (P - p - 1) + (V - 1) P warm-up forwards, with P micro-batches
+    through each chunk before the next.
+
+    Args:
+        stage: p, in 0 .. P - 1.
+        stages: P.
+        chunks: V, per stage.
+        micro_batches: per step; a multiple of P if interleaved.
+    """
+    if chunks == 1:
+        return [min(micro_batches, stages - stage)]
+    ahead = 2 * (stages - stage - 1) + (chunks - 1) * stages
+    under_way, most = [0] * chunks, [0] * chunks
+    for number in range(micro_batches * chunks):
+        chunk = number % (stages * chunks) // stages
+        under_way[chunk] += 1
+        most[chunk] = max(most[chunk], under_way[chunk])
+        if number >= ahead:
+            under_way[chunks - 1 - (number - ahead) % (stages * chunks) // stages] -= 1
+    return most

@@ -16,9 +16,8 @@ from megatron.lm.config import Config
 from megatron.lm.config.rules import experts, shape, training
 from megatron.lm.config.rules.table import conflicts
 from megatron.lm.config.sections.parallel import AXES, CP_COMM_TYPES
-from megatron.lm.graphs.capture import captured
 from megatron.lm.planning import expert_time, memory
-from megatron.lm.planning.memory import GIB, RESERVED, Rank
+from megatron.lm.planning.memory import GIB, RESERVED, Rank, captured
 from megatron.lm.planning.rates import Cluster, Rates
 from megatron.lm.planning.time import PredictedStep, predict
 

@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 from megatron.lm.config import LINEARS, Config, PrecisionConfig
 from megatron.lm.config.presets import linear_shapes
-from megatron.lm.graphs.capture import captured
 from megatron.lm.planning import expert_time, experts, wire
 from megatron.lm.planning.layers import Parameter, counted, of_layers, stage_layers, stage_mixtures, stage_parameters, vocabulary
-from megatron.lm.planning.memory import Rank, accumulator_bytes, layer_activations, state_formats
+from megatron.lm.planning.memory import Rank, accumulator_bytes, captured, layer_activations, state_formats
 from megatron.lm.planning.rates import Cluster, Rates
 from msamp.nn.vocabulary_loss import ALL
 
@@ -66,7 +65,7 @@ def predict(config: Config, cluster: Cluster, rates: Rates, ranks: list[Rank]) -
         raise ValueError(unknown)
     graph, pp = captured(config), config.parallel.pipeline_model_parallel_size
     stages = [_stage(config, cluster, rates, stage, graph=graph) for stage in range(pp)]
-    micro_batches, chunks = config.num_micro_batches(cluster.gpus), config.virtual_stages or 1
+    micro_batches, chunks = config.num_micro_batches(cluster.gpus), config.parallel.virtual_stages(config.model.num_layers) or 1
     slowest = max(stages, key=lambda stage: stage.seconds)
     bubble = (sum(stage.seconds for stage in stages) - slowest.seconds) / chunks
     seconds = {kind: micro_batches * value for kind, value in slowest.kinds.items()}
@@ -149,7 +148,7 @@ def _recomputed_share(config: Config) -> dict[str, float]:
         return {"linear": share, "attention": share, "element-wise": share}
     if training.recompute_granularity is None:
         return {}
-    modules, shapes = training.recomputed_modules, linear_shapes(config)
+    modules, shapes = training.recomputed_modules, linear_shapes(config.model, config.parallel)
     sizes = {slot: outputs * inputs for slot, (outputs, inputs) in shapes.items()}
     mlp = sizes["linear_fc1"] + (0 if config.fuses_layers else sizes["linear_fc2"])
     shares = {"attention": 1.0} if "core_attn" in modules else {}

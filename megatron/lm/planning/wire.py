@@ -111,7 +111,7 @@ def expert_parallel(config: Config, layers: int) -> dict[str, Transfer]:
     ranks, precision, wire = config.parallel.expert_model_parallel_size, config.precision, config.parallel.moe_wire
     if ranks == 1:
         return {}
-    in_fp8 = bool(config.fp8_experts)
+    in_fp8 = bool(config.precision.fp8_experts(config.model))
     wide = precision.recipe.compute.bytes
     narrow, summed = 1 if in_fp8 and wire != "bf16" else wide, bytes_of_expert_sums(config)
     tokens = layers * (ranks - 1) * own_tokens(config)
@@ -131,7 +131,8 @@ def expert_parallel(config: Config, layers: int) -> dict[str, Transfer]:
 
 def bytes_of_expert_sums(config: Config) -> int:
     """Return the bytes per element in which the sums of experts' results return to a token's process."""
-    return 1 if config.fp8_experts and config.parallel.moe_wire == "fp8-sums" else config.precision.recipe.compute.bytes
+    narrow = config.parallel.moe_wire == "fp8-sums" and config.precision.fp8_experts(config.model)
+    return 1 if narrow else config.precision.recipe.compute.bytes
 
 
 def pipeline(config: Config, stage: int) -> Transfer:
@@ -139,8 +140,9 @@ def pipeline(config: Config, stage: int) -> Transfer:
     stages = config.parallel.pipeline_model_parallel_size
     if stages == 1:
         return Transfer(0.0, 0)
-    sends = 2 * (config.virtual_stages or 1) - (stage == 0) - (stage == stages - 1)
-    size = config.rows * config.training.micro_batch_size * config.model.hidden_size * config.precision.recipe.compute.bytes
+    sends = 2 * (config.parallel.virtual_stages(config.model.num_layers) or 1) - (stage == 0) - (stage == stages - 1)
+    rows, element = config.parallel.rows(config.model.seq_length), config.precision.recipe.compute.bytes
+    size = rows * config.training.micro_batch_size * config.model.hidden_size * element
     return Transfer(float(sends * size), sends)
 
 

@@ -14,7 +14,8 @@ import torch.distributed
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from megatron.lm.config import Config
+from megatron.lm.config import Config, ParallelConfig
+from megatron.lm.config.cli import settings_by_name
 from megatron.lm.config.sections.schema import flag
 from megatron.lm.processes import rendezvous
 from megatron.lm.processes.cpu_home import enter_cpu_home
@@ -58,23 +59,23 @@ def initialize(config: Config) -> None:
     limit = timedelta(minutes=parallel.distributed_timeout_minutes)
     timeout = limit + timedelta(seconds=GRACE_SECONDS)
     with contextlib.ExitStack() as meeting:
-        check = partial(check_same_settings, rank=launch.rank, world_size=launch.world_size, config=config)
+        check = partial(check_same_settings, rank=launch.rank, world_size=launch.world_size, settings=settings_by_name(config))
         if torch.distributed.is_initialized():
             check(torch.distributed.distributed_c10d._get_default_store())
         else:
             meeting.enter_context(rendezvous.deadline(launch.rank, launch.world_size, limit))
             rendezvous.join(backend, launch.rank, launch.world_size, limit, timeout, check)
-        create_groups(config, timeout)
+        create_groups(parallel, parallel.virtual_stages(config.model.num_layers), timeout)
     seed_all(config.training.seed)
 
 
-def create_groups(config: Config, timeout: timedelta) -> None:
+def create_groups(parallel: ParallelConfig, virtual_stages: int | None, timeout: timedelta) -> None:
     """Create megatron-core's groups of the grid over the default process group; their collectives end after `timeout`."""
-    axes = config.axes(torch.distributed.get_world_size())
+    axes = parallel.axes(torch.distributed.get_world_size())
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=axes.tensor,
         pipeline_model_parallel_size=axes.pipeline,
-        virtual_pipeline_model_parallel_size=config.virtual_stages,
+        virtual_pipeline_model_parallel_size=virtual_stages,
         context_parallel_size=axes.context,
         expert_model_parallel_size=axes.expert,
         expert_tensor_parallel_size=axes.expert_tensor,

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
-from megatron.lm.config import Config, flag
-from megatron.lm.config.cli import config_to_dict
+from megatron.lm.config import flag
 
 # Files and folders whose paths may differ between machines: what a run writes, and data, whose content `check_same_data` compares.
 PLACES = frozenset(
@@ -37,21 +36,20 @@ READ_SECONDS = 10.0  # how long rank 0, which hosts the store, waits for the oth
 _LISTED = 4  # ranks that a message lists
 
 
-def described(config: Config) -> dict[str, Any]:
+def described(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return what must be the same on all ranks, by flag: settings (for `PLACES`, whether they are set) and package versions."""
-    settings = {name: value for section in config_to_dict(config).values() for name, value in section.items()}
     described_settings = {flag(name): bool(value) if name in PLACES else value for name, value in settings.items() if name not in _FREE}
     packages = {"torch": torch.__version__, "megatron-core": version("megatron-core")}
     return described_settings | {f"the version of {name}": str(number) for name, number in packages.items()}
 
 
-def check_same_settings(store: Store, rank: int, world_size: int, config: Config) -> None:
+def check_same_settings(store: Store, rank: int, world_size: int, settings: Mapping[str, Any]) -> None:
     """Compare `described` on all ranks. Every rank must call this the same number of times.
 
     Args:
         store: the rendezvous store, through which the ranks exchange their settings.
         rank, world_size: of this process.
-        config: its settings.
+        settings: its settings by name.
 
     Raises:
         ValueError: on every rank, if settings differ; it names each flag, its values and their ranks.
@@ -61,12 +59,12 @@ def check_same_settings(store: Store, rank: int, world_size: int, config: Config
     call = store.add(f"settings/calls/{rank}", 1)  # the store may outlive several runs of these processes
     own_key, verdict = f"settings/{call}/{rank}", f"settings/{call}/verdict"
     if rank:
-        store.set(own_key, json.dumps(described(config)))
+        store.set(own_key, json.dumps(described(settings)))
         problem = store.get(verdict).decode()
         store.add(f"settings/{call}/read", 1)
     else:
         others = [json.loads(store.get(f"settings/{call}/{other}")) for other in range(1, world_size)]
-        problem = differences([json.loads(json.dumps(described(config))), *others])
+        problem = differences([json.loads(json.dumps(described(settings))), *others])
         store.set(verdict, problem)
         end = time.monotonic() + READ_SECONDS
         while problem and store.add(f"settings/{call}/read", 0) < world_size - 1 and time.monotonic() < end:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from megatron.lm.config import Config
+from megatron.lm.config import CheckpointConfig, TrainingConfig
 
 
 class Due(NamedTuple):
@@ -27,13 +27,12 @@ class Due(NamedTuple):
     comparison: bool
 
     @classmethod
-    def after(cls, iteration: int, config: Config, iterations: int) -> "Due":
+    def after(cls, iteration: int, iterations: int, training: TrainingConfig, checkpoint: CheckpointConfig) -> "Due":
         """Return what is due after the step of `iteration`; `iterations`: of the whole run (`Config.iterations`)."""
-        training = config.training
         intervals = (
             training.eval_interval,
-            config.checkpoint.save_interval,
-            config.checkpoint.non_persistent_save_interval,
+            checkpoint.save_interval,
+            checkpoint.non_persistent_save_interval,
             training.exit_interval,
             training.check_weight_hash_across_dp_replicas_interval,
         )

@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Sequence
+from functools import partial
 
 from megatron.lm.config import CheckpointConfig, Config, PrecisionConfig
 from megatron.lm.config.cli import parse
 from megatron.lm.config.from_checkpoint import Saved
 from megatron.lm.config.rules.check import check
-from megatron.lm.config.sections.precision import MEASURED
 from megatron.lm.run.reports.log_line import wrapped
 from megatron.lm.shell.exit_codes import command
 
@@ -45,17 +45,13 @@ def _judged(argv: Sequence[str] | None) -> Config | None:
     check(config, world_size)
     if os.environ.get("RANK", "0") == "0" and parsed.lines:
         print("\n".join(map(wrapped, parsed.lines)), flush=True)
-    if config.logging.dry_run:
-        _dry_run(config, world_size)
-        return None
-    _check_resources(_hopeful(config), world_size)
-    return config
+    from megatron.lm.planning import fits
 
-
-def _hopeful(config: Config) -> Config:
-    """Return the configuration with FP8 attention, which needs less memory, where `--attention-precision auto` is not decided yet."""
-    undecided = config.precision.attention_precision == MEASURED and config.precision.named.fp8
-    return config.with_attention("fp8") if undecided else config
+    if not config.logging.dry_run:
+        fits.check_machine(config, world_size)
+        return config
+    fits.dry_run(config, world_size, partial(_saved_precision, config.checkpoint))
+    return None
 
 
 def _saved(settings: CheckpointConfig) -> Saved | None:
@@ -65,45 +61,17 @@ def _saved(settings: CheckpointConfig) -> Saved | None:
     return saved_settings(settings)
 
 
-def _dry_run(config: Config, world_size: int) -> None:
-    """Print the memory plan; raise a ValueError if a process needs more memory than its device has."""
-    from megatron.lm.model import fp8_layers
-    from megatron.lm.planning import fits, memory
+def _saved_precision(settings: CheckpointConfig) -> PrecisionConfig | None:
+    """Return the precision settings of the checkpoint that this start resumes, and print on rank 0 which one it is."""
+    if settings.load is None:
+        return None
+    from megatron.lm.checkpoint import saved_precision  # megatron-core, for seconds
+    from megatron.lm.run.start import with_checkpoint
 
-    def saved() -> PrecisionConfig | None:
-        from megatron.lm.checkpoint import saved_precision  # megatron-core, for seconds
-        from megatron.lm.run.start import with_checkpoint
-
-        resolved, line = with_checkpoint(config)
-        if line is not None and os.environ.get("RANK", "0") == "0":
-            print(line)
-        return saved_precision(resolved)
-
-    capacity, config = fits.device_memory(config.logging.device_memory_gib), fits.with_vocabulary(config)
-    fits.check_weights(config, capacity)
-    config, choice = fp8_layers.decide(config, None, saved if config.checkpoint.load else lambda: None)
-    if os.environ.get("RANK", "0") == "0":
-        print(fits.report(config, world_size))
-        print("\n".join(filter(None, (fp8_layers.describe(config, choice), choice.attention))), flush=True)
-    fits.check_fits(config, world_size, capacity)
-    if os.environ.get("RANK", "0") == "0":
-        print(f"fits into {capacity / memory.GIB:.1f} GiB; nothing was started", flush=True)
-
-
-def _check_resources(config: Config, world_size: int) -> None:
-    """Raise a ValueError if the run does not fit into this machine, before minutes of allocation."""
-    import psutil
-    import torch
-
-    from megatron.lm.planning import fits
-
-    host = psutil.virtual_memory().total
-    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    device = host / int(local) if local.isdecimal() and int(local) else host
-    if torch.cuda.is_available():
-        device = torch.cuda.get_device_properties(0).total_memory
-    fits.check_fits(config, world_size, device, reserved=0)
-    fits.check_data_order(config, world_size, host)
+    resolved, line = with_checkpoint(settings)
+    if line is not None and os.environ.get("RANK", "0") == "0":
+        print(line)
+    return saved_precision(resolved)
 
 
 def _world_size() -> int:

@@ -14,35 +14,23 @@ import torch.distributed as dist
 from megatron.lm import checkpoint
 from megatron.lm.checkpoint.files import non_persistent
 from megatron.lm.checkpoint.files.folder import refuse_other_run
-from megatron.lm.config import CheckpointConfig, Config
+from megatron.lm.config import CheckpointConfig
 from megatron.lm.config.from_checkpoint import Saved
-from megatron.lm.config.saved_schedule import take_schedule
 from megatron.lm.processes.agreement import rank_0_decides
 from megatron.lm.training.run_record import Run, run_name, run_of
 
 
-def with_checkpoint(config: Config) -> tuple[Config, str | None]:
-    """Return the configuration with the checkpoint to load and, if requested, its schedule; and a line for the log.
-
-    Rank 0 decides. Collective with several ranks.
+def with_checkpoint(asked: CheckpointConfig) -> tuple[CheckpointConfig, str | None]:
+    """Return the settings with the checkpoint to load, and a line for the log. Rank 0 decides. Collective with several ranks.
 
     Raises:
         ValueError: on every rank, if `--save` contains another run, `--ckpt-step` does not exist, or some ranks see a checkpoint that
             others do not.
     """
-    asked = config.checkpoint
-    decided, line = rank_0_decides(lambda: _with_schedule(config))
-    resolved = replace(decided, data=config.data, logging=config.logging)  # a machine may have its own paths for these
+    settings, line = rank_0_decides(lambda: _checkpoint_settings(asked))
     if dist.is_initialized() and asked.load is not None:
-        _check_seen(resolved.checkpoint, resolved.checkpoint.load or asked.load)
-    return resolved, line
-
-
-def _with_schedule(config: Config) -> tuple[Config, str | None]:
-    """Do the work of `with_checkpoint` on rank 0."""
-    settings, line = _checkpoint_settings(config.checkpoint)
-    resolved = replace(config, checkpoint=settings)
-    return take_schedule(resolved, checkpoint.saved_config(resolved) if settings.use_checkpoint_opt_param_scheduler else None), line
+        _check_seen(settings, settings.load or asked.load)
+    return settings, line
 
 
 def _checkpoint_settings(settings: CheckpointConfig) -> tuple[CheckpointConfig, str | None]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.lm.config import Config
+from megatron.lm.config import FaultConfig
 from megatron.lm.errors import RunStopped
 from megatron.lm.model.initial import parameter_names
 from megatron.lm.run.reports.metrics import Metrics
@@ -77,18 +77,19 @@ class StepWatch:
         everyone: all ranks, for collectives outside a step.
 
     Args:
-        config: of the run.
+        config: `--max-skipped-steps` and the flags of loss spikes.
         training: the training state.
         metrics: receives skipped steps and spikes, as rows of kind "skipped" and "spike".
         requests: of this process; with several processes, a small collective per step sums them.
+        least_loss_scale: `--min-loss-scale`, below which a dynamic loss scale ends the run.
     """
 
-    def __init__(self, config: Config, training: Training, metrics: Metrics, requests: Requests) -> None:
-        self.config, self.training, self.metrics, self.requests = config.faults, training, metrics, requests
+    def __init__(self, config: FaultConfig, training: Training, metrics: Metrics, requests: Requests, least_loss_scale: float) -> None:
+        self.config, self.training, self.metrics, self.requests = config, training, metrics, requests
         self.spikes = LossSpikes(self.config.loss_spike_threshold, self.config.loss_spike_window)
         self.in_a_row = 0
         scaler = training.loss_scaler
-        self._least = config.precision.min_loss_scale if scaler is not None and scaler.dynamic else None
+        self._least = least_loss_scale if scaler is not None and scaler.dynamic else None
         self.everyone = Peers(dist.group.WORLD, WireBytes())
         sync = training.grad_sync
         # With one rank, the averaged gradients; with several, what the synchronizer saw before averaging.

@@ -1,7 +1,9 @@
 """The training loop: train, evaluate, log, save."""
 
 import contextlib
+import os
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +13,10 @@ from torch.utils.data import Dataset
 from megatron.lm import checkpoint
 from megatron.lm.build import build_training
 from megatron.lm.config import Config
+from megatron.lm.config.blend_file import describe
+from megatron.lm.config.cli import settings_by_name
+from megatron.lm.config.presets import flops_per_token
+from megatron.lm.config.saved_schedule import take_schedule
 from megatron.lm.data.reading import order
 from megatron.lm.errors import RunStopped
 from megatron.lm.graphs import step_graph
@@ -20,6 +26,7 @@ from megatron.lm.run.data import RunData
 from megatron.lm.run.due import Due
 from megatron.lm.run.replicas import check_replicas
 from megatron.lm.run.reports import norms
+from megatron.lm.run.reports.log_line import wrapped
 from megatron.lm.run.reports.lost_updates import LostUpdates
 from megatron.lm.run.reports.metrics import Metrics
 from megatron.lm.run.reports.profiles import Profiles
@@ -47,11 +54,16 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         self.requests = Requests(config.training.exit_duration_in_mins)
         all_or_none(partial(check_installed, config.logging))
-        config, line = with_checkpoint(config)
+        settings, line = with_checkpoint(config.checkpoint)
         if line is not None and torch.distributed.get_rank() == 0:
             print(line, flush=True)
-        self.config = config
-        self.data = RunData(config)
+        config = replace(config, checkpoint=settings)
+        if settings.use_checkpoint_opt_param_scheduler:
+            saved = rank_0_decides(partial(checkpoint.saved_schedule, settings, config.optimizer, config.training))
+            config = take_schedule(config, saved)
+        ranks = torch.distributed.get_world_size()
+        batch_sizes, iterations = config.batch_sizes(ranks), config.iterations(ranks)
+        self.data = RunData(config.data, config.model, config.training, batch_sizes, iterations)
         self.training = build_training(config, self.data.vocab_size)
         if self.data.train is not None:
             self.training.data = order.description(self.data.train, config.training.seed)
@@ -59,36 +71,43 @@ class Trainer:
         self.config = config = self.training.config
         self.rollback = Rollback()
         self.watchdog = Watchdog(60 * config.parallel.distributed_timeout_minutes)
-        if config.checkpoint.load:
+        if settings.load:
             checkpoint.load(self.training)
-            if config.checkpoint.resumes_itself:
+            if settings.resumes_itself:
                 self.rollback.saved(self.training.iteration)
-        self.saver = checkpoint.Saver(self.training) if config.checkpoint.save else None
-        self.metrics = Metrics(config, config.padded_vocab_size(self.data.vocab_size), self.training)
+        self.saver = checkpoint.Saver(self.training) if settings.save else None
+        flops = flops_per_token(config.model, config.padded_vocab_size(self.data.vocab_size))
+        sizes = {"iterations": iterations, "seq_length": config.model.seq_length, "flops_per_token": flops}
+        self.metrics = Metrics(config.logging, self.training, batch_sizes, **sizes)
         self.recorder: Recorder | None = None
         if config.logging.record_precision:
             recorded = (config.logging.record_precision, config.logging.record_interval)
             opened = partial(Recorder, self.training, *recorded, self.metrics.scalars_from_rank_0, self.metrics.unwritten)
             self.recorder = all_or_none(opened, "{}: choose another --record-precision")
-        self.step_watch = StepWatch(config, self.training, self.metrics, self.requests)
+        self.step_watch = StepWatch(config.faults, self.training, self.metrics, self.requests, config.precision.min_loss_scale)
         self.lost_updates = LostUpdates(self.training, self.metrics, self.step_watch.everyone)
         zeros, parameters_norm = norms.chosen(config.logging, self.training, self.metrics.reports)
         self.metrics.measurements += [one.values for one in (parameters_norm, zeros) if one is not None]
         self.metrics.measurements += [self.training.experts.values] if config.model.num_experts is not None else []
         self.rare_observers: list[RareStepObserver] = [one for one in (self.lost_updates, zeros) if one is not None]
-        self.profiles = all_or_none(partial(Profiles, config, self.metrics.iterations, self.metrics.unwritten))
+        traces = Path(config.logging.tensorboard_dir or ".")
+        self.profiles = all_or_none(partial(Profiles, config.profiling, traces, iterations, self.metrics.unwritten))
 
     def _open_logs(self) -> None:
         """Open the log files, after `--save` is locked, because another job might be writing them.
 
         If the run resumes from its own checkpoint, entries of later iterations are removed, because the run repeats them.
         """
+        logging, save = self.config.logging, self.config.checkpoint.save
         again = self.training.iteration if self.config.checkpoint.resumes_itself else 0
         all_or_none(partial(self.metrics.open, again), "{}: choose another --metrics-file or --tensorboard-dir")
-        if self.config.logging.wandb_project is not None:
-            all_or_none(partial(self.metrics.open_wandb, rank_0_decides(lambda: self.training.run.id)))
-        if again and self.metrics.main and self.config.logging.record_precision:
-            cut_after(Path(self.config.logging.record_precision), again)
+        if logging.wandb_project is not None:
+            folder = logging.wandb_save_dir or os.path.join(str(save), "wandb")
+            all_or_none(
+                partial(self.metrics.open_wandb, folder, settings_by_name(self.config), rank_0_decides(lambda: self.training.run.id))
+            )
+        if again and self.metrics.main and logging.record_precision:
+            cut_after(Path(logging.record_precision), again)
 
     def _watched(self, batches: Batches) -> Batches:
         """Yield `batches`, and report each to the watchdog."""
@@ -131,7 +150,15 @@ class Trainer:
 
     def _run(self) -> str | None:
         self._open_logs()
-        announce(self.config, self.training, self.metrics)
+        config, data = self.config, self.config.data
+        if self.metrics.main:
+            if self.training.iteration:
+                print(f"resumed from {config.checkpoint.load} at iteration {self.training.iteration}")
+            if config.logging.log_level == "debug":
+                print(self.training.model)
+            if (blend := describe(data.data_path or data.train_data_path)) is not None:
+                print(wrapped(blend))
+        announce(config.model, config.parallel, config.precision, self.training, self.metrics)
         self.profiles.begin(self.training.iteration)
         why = self._train()
         self.training.optimizer.wait()  # the weights of the last step, of which the graphs leave each to its owner
@@ -176,7 +203,7 @@ class Trainer:
             if self.training.micro_batches != micro_batches:
                 self._rebuild_graphs()  # graphs depend on the number of micro-batches
                 micro_batches = self.training.micro_batches
-            due = Due.after(self.training.iteration + 1, self.config, iterations)
+            due = Due.after(self.training.iteration + 1, iterations, self.config.training, self.config.checkpoint)
             result = self._step(stream, due.iteration)
             started = time.perf_counter()
             self.watchdog.at("writing a profile", due.iteration)

@@ -93,11 +93,11 @@ def _configured(saved: "CheckpointReader", args: argparse.Namespace) -> Config:
 def _export(args: argparse.Namespace, fp8: bool) -> str:
     saved = _saved(args.load).separate_experts()
     config, vocab_size = _configured(saved, args), saved.info["vocab_size"]
-    tokenizer = tokenizer_files.matching(config, vocab_size)
+    tokenizer = tokenizer_files.matching(config.data, config.model.vocab_size, vocab_size)
     dtype = torch.bfloat16 if fp8 else getattr(torch, args.dtype)
-    about = hf_config(config, vocab_size, dtype, tokenizer.eod)
-    rules, values = hf_rules(config, vocab_size, saved.names()), Values(saved)
-    in_bf16 = kept_in_bf16(rules, config.layers_in_bf16)
+    about = hf_config(config.model, vocab_size, dtype, tokenizer.eod)
+    rules, values = hf_rules(config.model, vocab_size, saved.names()), Values(saved)
+    in_bf16 = kept_in_bf16(rules, config.precision.layers_in_bf16(config.model.num_layers))
     if fp8:
         about["quantization_config"] = quantization_config(about["model_type"], [*in_bf16, *routers(rules)], args.layout)
         if args.layout != "tensor":
@@ -107,7 +107,7 @@ def _export(args: argparse.Namespace, fp8: bool) -> str:
         total = sum(len(rule.theirs) for rule in rules)
         size = write_tensors(folder, args.progress.counted(tensors, total, "tensors"))
         write_json(folder / "config.json", about)
-        tokenizer_files.write(config, tokenizer, folder)
+        tokenizer_files.write(config.data, config.model.max_positions, tokenizer, folder)
     return f"{args.output}: {about['model_type']}, iteration {saved.info['iteration']}, {size:,} bytes"
 
 
@@ -153,6 +153,7 @@ def _in_bf16(values: Values) -> Iterator[tuple[str, Tensor]]:
 
 def import_hf(args: argparse.Namespace) -> str:
     """Convert a Hugging Face folder to a checkpoint with only weights; the message lists the flags for the trainer."""
+    from megatron.lm.checkpoint.content import description
     from megatron.lm.checkpoint.writers import write_weights
 
     about, tensors = read_json(args.load / "config.json"), Tensors(args.load)
@@ -162,18 +163,12 @@ def import_hf(args: argparse.Namespace) -> str:
     size = None if data.tokenizer_type == "NullTokenizer" else tokenizer_files.build_tokenizer(data).vocab_size
     with new_folder(args.output) as folder:
         config, vocab_size, weights = from_hf(about, tensors, settings, size, args.make_vocab_size_divisible_by)
-        write_weights(folder, config, vocab_size, weights)
-    flags = shlex.join(_model_flags(config))
-    return f"{args.output}: weights of a {about['model_type']}; train with --load {args.output} --finetune {flags}"
-
-
-def _model_flags(config: Config) -> list[str]:
-    """Return the flags of the model and its tokenizer."""
+        write_weights(folder, description(config, vocab_size, processes=1), weights)
     argv = to_argv(config)
     for own in ("--lr", "--micro-batch-size", "--train-iters", "--precision"):  # the run's, not the model's
         at = argv.index(own)
         del argv[at : at + 2]
-    return argv
+    return f"{args.output}: weights of a {about['model_type']}; train with --load {args.output} --finetune {shlex.join(argv)}"
 
 
 def inspect(args: argparse.Namespace) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from megatron.lm.config import Config, flag
+from megatron.lm.config import Config, ParallelConfig, TrainingConfig, flag
 from megatron.lm.config.cli import parse_args
 from megatron.lm.config.presets import PRESETS, flops_per_token, published_vocabulary
 from megatron.lm.config.rules.check import check
@@ -124,16 +124,16 @@ def described(grid: Any, cluster: Any, rates: Any, model: str) -> dict[str, Any]
         "stage": fullest.stage,
         "wire_bytes": sum(wire.by_kind(config, cluster.gpus).values()),
         "wire": {kind: size for kind, size in wire.by_kind(config, cluster.gpus).items() if size},
-        "flags": shlex.join(flags_of(config, model)),
+        "flags": shlex.join(flags_of(model, config.precision.name, config.model.seq_length, config.parallel, config.training)),
     }
 
 
-def flags_of(config: Config, model: str) -> list[str]:
+def flags_of(model: str, precision: str, seq_length: int, parallel: ParallelConfig, training: TrainingConfig) -> list[str]:
     """Return the trainer's flags of a planned grid, including everything that was searched, even if it equals the preset."""
-    words = ["--preset", model, "--precision", config.precision.name, "--use-distributed-optimizer"]
-    words += ["--seq-length", str(config.model.seq_length), "--global-batch-size", str(config.training.global_batch_size)]
+    words = ["--preset", model, "--precision", precision, "--use-distributed-optimizer"]
+    words += ["--seq-length", str(seq_length), "--global-batch-size", str(training.global_batch_size)]
     for setting in (*SEARCHED, "recompute_modules", "recompute_method", "recompute_num_layers"):
-        section = config.parallel if hasattr(config.parallel, setting) else config.training
+        section = parallel if hasattr(parallel, setting) else training
         value = getattr(section, setting)
         default = next(f.default for f in fields(section) if f.name == setting)
         if value == default == PRESETS[model].get(setting, default) and setting not in ALWAYS:

@@ -1,12 +1,13 @@
 """Build the gradient synchronizer of a run on the grid of ranks, and count the traffic between pipeline stages."""
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
-from megatron.lm.config import Config
+from megatron.lm.config import CommunicationConfig
 from megatron.lm.processes.grid import Grid, is_expert
 from msamp.comm.collectives import OtherRanks, Peers
 from msamp.comm.counters import WireBytes
@@ -22,16 +23,28 @@ def chunks(model: nn.Module) -> list[GPTModel]:
     return list(model) if isinstance(model, nn.ModuleList) else [model]  # type: ignore[arg-type, list-item]
 
 
-def build_grad_sync(model: nn.Module, config: Config, recipe: Recipe, sent: WireBytes | None = None, grid: Grid | None = None) -> GradSync:
+def build_grad_sync(
+    model: nn.Module,
+    communication: CommunicationConfig,
+    recipe: Recipe,
+    *,
+    shard: bool,
+    accumulate: str,
+    seed: int,
+    sent: WireBytes | None = None,
+    grid: Grid | None = None,
+) -> GradSync:
     """Build this rank's gradient synchronizer. megatron-core's schedule signals which micro-batch is the last.
 
     Args:
         model: of this rank.
-        config, recipe: of the run.
+        communication, recipe: of the run.
+        shard: whether each rank gets only the gradients that it owns (ZeRO).
+        accumulate: format of the sums over micro-batches (`PrecisionConfig.grad_accum`).
+        seed: of stochastic rounding.
         sent: counter of the bytes that this rank sends.
         grid: defines the ranks that average and those that sum; None is the current grid.
     """
-    communication = config.communication
     sent = WireBytes() if sent is None else sent
     grid = Grid.current() if grid is None else grid
     formats: dict[Tensor, Format] = {p: recipe.formats_of(parameter_kind(p)).grad for p in model.parameters()}
@@ -42,13 +55,13 @@ def build_grad_sync(model: nn.Module, config: Config, recipe: Recipe, sent: Wire
         formats,
         grid.copies.group,
         bucket_elements=communication.bucket_size,
-        shard=config.shards_optimizer,
+        shard=shard,
         exchange=communication.grad_exchange,
         scaling=communication.gradient_scaling,
         mu_rule=communication.mu_adaptation,
-        accumulate=config.precision.grad_accum,
+        accumulate=accumulate,
         overlap=communication.overlap_grad_reduce,
-        seed=config.training.seed,
+        seed=seed,
         sums=[
             (Peers(ranks.group, sent), list(alike))
             for ranks, params in grid.sums(model.parameters())
@@ -64,10 +77,9 @@ def build_grad_sync(model: nn.Module, config: Config, recipe: Recipe, sent: Wire
     return sync
 
 
-def count_pipeline_traffic(sent: WireBytes, config: Config, parts: Sequence[GPTModel], micro_batches: int) -> None:
+def count_pipeline_traffic(sent: WireBytes, hidden_shape: Sequence[int], parts: Sequence[GPTModel], micro_batches: int) -> None:
     """Count the bytes that this rank sends to other pipeline stages in a step: per micro-batch an activation forward, a gradient back."""
-    if config.parallel.pipeline_model_parallel_size == 1:
-        return
     transfers = sum((not part.post_process) + (not part.pre_process) for part in parts)
-    size = config.rows * config.training.micro_batch_size * config.model.hidden_size * parts[0].config.pipeline_dtype.itemsize
-    sent.add("activation", "pipeline send", transfers * micro_batches * size)
+    if transfers:
+        size = math.prod(hidden_shape) * parts[0].config.pipeline_dtype.itemsize
+        sent.add("activation", "pipeline send", transfers * micro_batches * size)

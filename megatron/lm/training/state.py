@@ -36,7 +36,7 @@ class Training:
     megatron-core's schedule and the graphs multiply the loss by its scale, and the optimizer divides by it and updates it. `data`: what
     determines the order of the training data (`data.order`), or None. `run`: the run's identity; rank 0's is saved. `problem`: why a
     checkpoint written now is unhealthy whatever its tensors contain, or None; set by `run.step_watch`. `guard`: with `--fp8-guard`, the
-    layers that compute in BF16 for now.
+    layers that compute in BF16 for now. `cuda_graph`: the mode of `graphs.step_graph`, and its reason.
     """
 
     config: Config
@@ -57,11 +57,18 @@ class Training:
     run: Run = field(default_factory=Run)
     problem: str | None = None
     guard: LayerGuard | None = None
+    cuda_graph: tuple[str, str] = ("none", "")
 
     @property
     def batch_size(self) -> int:
         """Sequences of the next step, of all ranks together."""
         return self.config.global_batch_size(dist.get_world_size(), self.consumed_samples)
+
+    @property
+    def hidden_shape(self) -> tuple[int, int, int]:
+        """Shape of a micro-batch's hidden states between two layers of this rank, which it also sends to the next pipeline stage."""
+        model = self.config.model
+        return self.config.parallel.rows(model.seq_length), self.config.training.micro_batch_size, model.hidden_size
 
     @property
     def micro_batches(self) -> int:

@@ -81,7 +81,7 @@ def rate(config: Config, iteration: int) -> float:
 def plain_loop(config: Config, count: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Losses, gradient norms and final weights of the same model under torch.optim.AdamW, written out."""
     process_groups.seed_all(config.training.seed)
-    model = build_model(config, FP32, tiny.VOCABULARY)
+    model = build_model(*tiny.parts(config), FP32, tiny.VOCABULARY)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": config.optimizer.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},

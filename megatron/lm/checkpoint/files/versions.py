@@ -34,7 +34,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron.lm.config import Config
+from megatron.lm.config import ModelConfig, PrecisionConfig
 from megatron.lm.config.cli import config_from_dict
 from megatron.lm.config.sections.schema import flag
 from msamp.nn.precision_guard import is_state
@@ -114,13 +114,13 @@ def check_info(info: dict[str, Any]) -> None:
         config = config_from_dict(info.get("config", {}))
     except ValueError as problem:
         raise ValueError(f"has a configuration that cannot be read: {problem}") from None
-    check_sizes(config)
+    check_sizes(config.model, config.precision)
 
 
-def check_sizes(config: Config) -> None:
+def check_sizes(model: ModelConfig, precision: PrecisionConfig) -> None:
     """Raise a ValueError, which continues after the checkpoint's name, if a number of the model or of its precision is one that no run can
     have: the code loops over the layers, and allocates the amax histories."""
-    for section in (config.model, config.precision):
+    for section in (model, precision):
         for field in dataclasses.fields(section):
             value, legal = getattr(section, field.name), field.metadata["legal"]
             if isinstance(value, int | float) and legal is not None and value not in legal:

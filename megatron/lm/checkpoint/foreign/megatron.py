@@ -2,8 +2,8 @@
 schedule."""
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +11,26 @@ from megatron.lm.checkpoint.files.folder import RELEASE
 from megatron.lm.checkpoint.files.index import natural
 from megatron.lm.checkpoint.foreign.names import layer_of
 from megatron.lm.checkpoint.foreign.torch_dist import COMMON_FILE, TorchDist, names_of_weights, read_common
-from megatron.lm.config import Config, DataConfig, ModelConfig, ParallelConfig
-from megatron.lm.config.cli import config_from_dict, config_to_dict
+from megatron.lm.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
+from megatron.lm.config.cli import section_from_dict
 from megatron.lm.config.sections.schema import flag
 
 _BATCH = "global_batch_size"
 
 
-def read_megatron(folder: Path, config: Config, vocab_size: int) -> tuple[dict[str, Any], TorchDist]:
-    """Return the equivalent of our `checkpoint.json` for a checkpoint of Megatron-LM, and its tensors.
+def read_megatron(folder: Path, vocab_size: int, *, in_samples: bool, finetune: bool) -> tuple[dict[str, Any], TorchDist]:
+    """Return the equivalent of our `checkpoint.json`, except for its `config`, for a checkpoint of Megatron-LM, and its tensors.
 
-    The checkpoint is assumed to have the vocabulary of this run's tokenizer: Megatron-LM only stores the number of embedding rows.
+    Args:
+        folder: of the checkpoint.
+        vocab_size: of this run's tokenizer, which the checkpoint is assumed to have: it only stores the number of embedding rows.
+        in_samples: whether this run's schedule counts samples.
+        finetune: whether only the weights are loaded.
 
     Raises:
         ValueError: if the checkpoint cannot be read, or has no iteration from which to resume.
     """
-    if folder.name == RELEASE and not config.checkpoint.finetune:
+    if folder.name == RELEASE and not finetune:
         raise ValueError(f"{folder} is a release of Megatron-LM, which has no iteration: load its weights with --finetune")
     common = read_common(folder)
     stored = TorchDist(folder, common)
@@ -38,10 +42,8 @@ def read_megatron(folder: Path, config: Config, vocab_size: int) -> tuple[dict[s
         step = natural(stored.step)
     except (AttributeError, ValueError) as error:
         raise ValueError(f"{folder / COMMON_FILE} has an invalid count ({error}); load an older checkpoint") from None
-    in_samples = config.schedule_steps.in_samples
     info = {
         **dict.fromkeys(("passed_over", "skipped_steps"), 0),
-        "config": config_to_dict(configuration(folder, common, config)),
         "iteration": iteration,
         "consumed_samples": consumed,
         "schedule_steps": samples if in_samples else min(iteration, samples // _samples_per_step(args, consumed, iteration)),
@@ -75,30 +77,53 @@ def _size(args: Mapping[str, Any], axis: str) -> int:
     return size if type(size) is int and size > 0 else 1
 
 
-def configuration(folder: Path, common: Mapping[str, Any], config: Config) -> Config:
-    """Return this run's configuration with precision, grid, seed, data, length and schedule of the checkpoint in `folder`.
+def configuration(
+    folder: Path, common: Mapping[str, Any], model: ModelConfig, optimizer: OptimizerConfig, training: TrainingConfig, data: DataConfig
+) -> Config:
+    """Return the configuration of the run that wrote the checkpoint in `folder`: this run's sections with the precision, grid, data and
+    `schedule` of the checkpoint.
+
+    Raises:
+        ValueError: as `schedule`.
+    """
+    args = arguments(common)
+    precision = "fp16-amp" if args.get("fp16") is True else "bf16" if args.get("bf16") is True else "fp32"  # only for the log
+    optimizer, training = schedule(folder, common, optimizer, training)
+    of_samples = ("split", "reset_attention_mask", "reset_position_ids", "eod_mask_loss")
+    return Config(
+        model=model,
+        optimizer=optimizer,
+        training=training,
+        data=replace(data, **_of_same_type(args, data, of_samples)),
+        precision=PrecisionConfig(precision=precision),
+        parallel=ParallelConfig(tensor_model_parallel_size=_size(args, "tensor"), pipeline_model_parallel_size=_size(args, "pipeline")),
+    )
+
+
+def schedule(
+    folder: Path, common: Mapping[str, Any], optimizer: OptimizerConfig, training: TrainingConfig
+) -> tuple[OptimizerConfig, TrainingConfig]:
+    """Return this run's sections with the seed, length and schedule of the checkpoint in `folder`.
 
     The length and the schedule are converted to this run's unit, iterations or samples: Megatron-LM stores samples.
 
     Raises:
         ValueError: the checkpoint records a length or a schedule that no run has.
     """
-    args, settings = arguments(common), config_to_dict(config)
-    precision = "fp16-amp" if args.get("fp16") is True else "bf16" if args.get("bf16") is True else "fp32"  # only for the log
-    settings["precision"] = {"precision": precision}
-    settings["parallel"] = {f"{axis}_model_parallel_size": _size(args, axis) for axis in ("tensor", "pipeline")}
-    length = "train_samples" if config.schedule_steps.in_samples else "train_iters"
-    of_samples = [("data", name) for name in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")]
-    for section, name in (("training", "seed"), ("training", length), ("data", "split"), *of_samples):
-        if type(args.get(name)) is type(settings[section].get(name)):
-            settings[section][name] = args[name]
+    args, in_samples = arguments(common), training.train_samples is not None
+    given = _of_same_type(args, training, ("seed", "train_samples" if in_samples else "train_iters"))
     try:
         if "rampup_batch_size" in args:
-            settings["training"]["rampup_batch_size"] = [int(word) for word in args["rampup_batch_size"] or ()]
-        settings["optimizer"] |= _optimizer(common, config.schedule_steps.in_samples)
-        return config_from_dict(settings)
+            given["rampup_batch_size"] = [int(word) for word in args["rampup_batch_size"] or ()]
+        rates, length = asdict(optimizer) | _optimizer(common, in_samples), asdict(training) | given
+        return section_from_dict(OptimizerConfig, "optimizer", rates), section_from_dict(TrainingConfig, "training", length)
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / COMMON_FILE} has an invalid schedule ({error}); load an older checkpoint") from None
+
+
+def _of_same_type(args: Mapping[str, Any], section: object, names: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of these names that have the same type as the section's values."""
+    return {name: args[name] for name in names if type(args.get(name)) is type(getattr(section, name))}
 
 
 def _optimizer(common: Mapping[str, Any], in_samples: bool) -> dict[str, Any]:

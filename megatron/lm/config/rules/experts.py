@@ -85,7 +85,7 @@ def spread(config: Config, world_size: int) -> Problems:
             f"--expert-model-parallel-size {size} with --tensor-model-parallel-size {parallel.tensor_model_parallel_size} would send each "
             "token several times: add --sequence-parallel, with which each process has its own part of a sequence"
         )
-    if wire not in (None, "bf16") and refusal(config.precision) is None and not config.fp8_experts:
+    if wire not in (None, "bf16") and refusal(config.precision) is None and not config.precision.fp8_experts(config.model):
         yield f"--moe-wire {wire} has no effect without experts in FP8: use --opt-level O1, O2 or O3, or drop it"
 
 

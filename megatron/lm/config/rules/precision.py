@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from megatron.lm.config.rules.table import conflicts
 from megatron.lm.config.sections.parallel import CommunicationConfig
 from megatron.lm.config.sections.precision import COAT_FORMATS, FP8_FORMATS, LINEARS, MEASURED, OPTIMIZER_STATES, PrecisionConfig
 from megatron.lm.config.sections.schema import flag
@@ -124,6 +125,12 @@ def fp8_attention(config: Config, world_size: int) -> Problems:
             f"--attention-precision fp8 requires heads with a multiple of {MULTIPLE} channels up to {WIDEST}, and they have {width}: give "
             "other --kv-channels or --num-attention-heads, or drop it"
         )
+
+
+def attention_refusal(config: Config) -> str | None:
+    """Return why other flags of the run exclude FP8 attention; None if they do not."""
+    fp8 = replace(config, precision=replace(config.precision, attention_precision="fp8"))
+    return next(iter((*conflicts(fp8, about="attention_precision"), *fp8_attention(fp8, 1))), None)
 
 
 def fp8_gradients(config: Config, world_size: int) -> Problems:

@@ -147,6 +147,11 @@ class ModelConfig:
         whole = self.qk_layernorm_scope == "projection"
         return self.head_size * (self.num_attention_heads if whole else 1), self.head_size * (self.query_groups if whole else 1)
 
+    def padded_vocab_size(self, vocab_size: int, tensor_parallel: int) -> int:
+        """Round `vocab_size` up to a multiple of make_vocab_size_divisible_by x TP: rows of the embedding."""
+        multiple = self.make_vocab_size_divisible_by * tensor_parallel
+        return -(-vocab_size // multiple) * multiple
+
     @property
     def max_positions(self) -> int:
         """Longest sequence that the position embedding supports, in tokens."""

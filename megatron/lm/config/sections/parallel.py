@@ -170,6 +170,16 @@ class ParallelConfig:
             expert_data=world_size // (expert_tensor * expert * pipeline),
         )
 
+    def virtual_stages(self, num_layers: int) -> int | None:
+        """Return the model chunks per pipeline stage of a model with `num_layers`; None without interleaving."""
+        layers = self.num_layers_per_virtual_pipeline_stage
+        return num_layers // self.pipeline_model_parallel_size // layers if layers else None
+
+    def rows(self, seq_length: int) -> int:
+        """Return the tokens of each sequence whose hidden states a process has between two layers, which it also sends to the next
+        stage."""
+        return seq_length // (self.context_parallel_size * (self.tensor_model_parallel_size if self.sequence_parallel else 1))
+
     @property
     def shares_heads(self) -> bool:
         """Whether context-parallel processes divide the heads of attention between them (`--cp-comm-type a2a`)."""

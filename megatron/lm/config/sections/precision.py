@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron.lm.config.sections.schema import COUNT, COUNT_OR_ZERO, DECIBEL, NON_NEGATIVE, POSITIVE, SHARE, Range, flag, setting
+from megatron.lm.config.sections.schema import COUNT, COUNT_OR_ZERO, DECIBEL, NON_NEGATIVE, POSITIVE, SHARE, Range, setting
 
 if TYPE_CHECKING:
+    from megatron.lm.config.sections.model import ModelConfig
     from msamp.nn.saved_activations import Saved
     from msamp.numerics.recipe import Cast, Gemms, Product, Recipe
     from msamp.numerics.scaling import Scaling
@@ -288,6 +289,25 @@ class PrecisionConfig(RecipeConfig):
         """Pickle only the settings; another process looks the recipe up by name."""
         return {key: value for key, value in self.__dict__.items() if key != "recipe"}
 
+    def layers_in_bf16(self, num_layers: int) -> frozenset[int]:
+        """Return the transformer layers, from 0, that `--first-last-layers-bf16` keeps entirely in BF16."""
+        if not self.first_last_layers_bf16:
+            return frozenset()
+        layers = range(num_layers)
+        end = max(0, num_layers - self.num_layers_at_end_in_bf16)
+        return frozenset(layers[: self.num_layers_at_start_in_bf16]) | frozenset(layers[end:])
+
+    def fp8_experts(self, model: ModelConfig) -> tuple[int, ...]:
+        """Return the indices of the MoE layers that use FP8. Layers kept in BF16 are not included."""
+        wide = self.layers_in_bf16(model.num_layers)
+        return tuple(n for n in model.moe_layers if n not in wide) if self.named.fp8 else ()
+
+    def fuses(self, model: ModelConfig, recipe: Recipe) -> bool:
+        """Return whether the linear layers of a transformer layer, except `layers_in_bf16`, are two fused FP8 blocks in this recipe: all
+        four in FP8, with casts that the block kernels support, and norms of queries and keys, if any, of each head."""
+        fp8 = recipe.gemm is not None and recipe.gemm.fusible and not self.bf16_linears
+        return fp8 and not model.hidden_dropout and model.qk_layernorm_scope == "head"
+
     @property
     def name(self) -> str:
         """Name of the recipe. ValueError as for `named`."""
@@ -388,58 +408,6 @@ def gemm_name(precision: PrecisionConfig) -> str | None:
     from msamp.numerics.recipe import GEMMS
 
     return precision.fp8_recipe or next((name for name, gemm in GEMMS.items() if gemm == precision.named.gemm), None)
-
-
-def with_saved_scaling(precision: PrecisionConfig, saved: PrecisionConfig | None) -> PrecisionConfig:
-    """Return the settings of a resume: scaling settings that are not set are taken from the checkpoint.
-
-    A recipe with other default casts than the saved one, such as coat after O2, keeps its own scaling.
-
-    Args:
-        precision: of the run that resumes.
-        saved: of the run that wrote the checkpoint; None if none is resumed.
-
-    Raises:
-        ValueError: with each explicit setting that differs from the checkpoint's.
-    """
-    if saved is None or precision.named.gemm is None or precision.named.gemm != saved.named.gemm:
-        return precision
-    stored = {"fp8_recipe": gemm_name(saved)} | {name: rule_setting(saved, name) for name in RULE_SETTINGS}
-    given = {name: getattr(precision, name) for name in stored if getattr(precision, name) is not None}
-    differing = [
-        f"{flag(name)} {value} (saved: {'none' if stored[name] is None else stored[name]})"
-        for name, value in given.items()
-        if value != stored[name]
-    ]
-    if differing:
-        raise ValueError(
-            f"the checkpoint scales the operands of its GEMMs differently: {'; '.join(differing)}. Drop the flag to keep the saved "
-            "scaling, or add --finetune to start a new run from the weights"
-        )
-    return replace(precision, **{name: getattr(saved, name) for name in stored if name not in given})
-
-
-def with_saved_rounding(precision: PrecisionConfig, saved: PrecisionConfig | None) -> PrecisionConfig:
-    """Return the settings of a resume: masters and moments are rounded as in the checkpoint, unless flags override this.
-
-    If no optimizer state can be rounded stochastically in the new formats, as after a change of recipe, the recipe's own rounding applies.
-
-    Args:
-        precision: of the run that resumes.
-        saved: of the run that wrote the checkpoint; None if none is resumed.
-    """
-    if saved is None:
-        return precision
-    for name in ("master_rounding", "moment_rounding"):
-        before = getattr(saved.recipe.states, name)
-        if getattr(precision, name) is None and before != getattr(precision.recipe.states, name):
-            taken = replace(precision, **{name: before})
-            try:
-                _ = taken.recipe
-            except ValueError:
-                continue
-            precision = taken
-    return precision
 
 
 def saved_activations(precision: PrecisionConfig) -> Saved:

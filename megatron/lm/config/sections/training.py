@@ -15,6 +15,23 @@ DEFAULT_SPLIT = "969,30,1"
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScheduleSteps:
+    """Learning-rate schedule in its own steps: iterations, or samples with `--train-samples`.
+
+    Attributes:
+        in_samples: whether a step is a sample.
+        warmup: steps of linear warm-up; not an integer in general with `--lr-warmup-fraction`.
+        decay: steps after which the learning rate is `min_lr`.
+        wsd: the last steps of the decay, in which WSD decays; None if not set.
+    """
+
+    in_samples: bool
+    warmup: float
+    decay: int
+    wsd: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW and its learning-rate schedule, in iterations (optimizer steps), or in samples with --train-samples."""
 
@@ -43,6 +60,18 @@ class OptimizerConfig:
     adam_beta2: float = setting("decay rate of the second moment", 0.999, legal=DECAY_RATE)
     adam_eps: float = setting("added to the root of the second moment", 1e-8, legal=POSITIVE)
     clip_grad: float = setting("largest norm of the gradient; 0: no clipping", 1.0, legal=NON_NEGATIVE)
+
+    def schedule_steps(self, training: "TrainingConfig") -> ScheduleSteps:
+        """Return the length of warm-up and decay in a run of this length."""
+        if training.train_samples is not None:
+            decay, warmup, wsd = self.lr_decay_samples or training.train_samples, self.lr_warmup_samples, self.lr_wsd_decay_samples
+        else:
+            assert training.train_iters is not None
+            decay, warmup, wsd = self.lr_decay_iters or training.train_iters, self.lr_warmup_iters, self.lr_wsd_decay_iters
+        share = self.lr_warmup_fraction
+        return ScheduleSteps(
+            in_samples=training.train_samples is not None, warmup=warmup if share is None else share * decay, decay=decay, wsd=wsd
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

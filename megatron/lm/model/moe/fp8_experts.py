@@ -41,7 +41,7 @@ def convert_experts(model: nn.Module, recipe: Recipe, layers: Collection[int]) -
     Args:
         model: with its initial weights, in the compute dtype.
         recipe: of the run.
-        layers: of the whole model, from 0, whose experts are converted (`Config.fp8_experts`).
+        layers: of the whole model, from 0, whose experts are converted (`PrecisionConfig.fp8_experts`).
     """
     for block in (module for module in model.modules() if isinstance(module, TransformerLayer)):
         layer = block.mlp

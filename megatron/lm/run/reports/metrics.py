@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import torch
 
-from megatron.lm.config import Config, LoggingConfig
-from megatron.lm.config.presets import flops_per_token
+from megatron.lm.config import LoggingConfig
+from megatron.lm.config.sections.batch_sizes import BatchSizes
 from megatron.lm.processes.process_groups import device
 from megatron.lm.run.reports.log_line import evaluation_line, train_line, wrapped
 from megatron.lm.run.reports.weights_and_biases import WandbRun, logs_here
@@ -67,9 +67,12 @@ class Metrics:
     numbers, except that times and sent bytes are its own. The other ranks only contribute to sums.
 
     Args:
-        config: of the run.
-        vocab_size: rows of the embedding (padded).
+        logging: where and how often to report.
         training: the training state, for the remaining time and the count of skipped steps.
+        batch_sizes: sequences of each iteration.
+        iterations: of the whole run.
+        seq_length: tokens of a sequence.
+        flops_per_token: of the model, from `presets.flops_per_token`.
 
     Attributes:
         unwritten: counts failed writes.
@@ -77,14 +80,22 @@ class Metrics:
         failed: whether the run ended by an error, as Weights & Biases will show.
     """
 
-    def __init__(self, config: Config, vocab_size: int, training: Training) -> None:
-        world_size = torch.distributed.get_world_size()
-        self.config = config
-        self.world_size = world_size
+    def __init__(
+        self,
+        logging: LoggingConfig,
+        training: Training,
+        batch_sizes: BatchSizes,
+        *,
+        iterations: int,
+        seq_length: int,
+        flops_per_token: float,
+    ) -> None:
+        self.logging = logging
+        self.world_size = torch.distributed.get_world_size()
         self.main = torch.distributed.get_rank() == 0
-        self.batch_sizes, self.iterations = config.batch_sizes(world_size), config.iterations(world_size)
-        self.flops_a_token = flops_per_token(config.model, vocab_size)
-        self.peaks = peak_tflops(config.logging)
+        self.batch_sizes, self.iterations = batch_sizes, iterations
+        self.seq_length, self.flops_per_token = seq_length, flops_per_token
+        self.peaks = peak_tflops(logging)
         self.start_iteration, self.start_time = training.iteration, time.perf_counter()
         self.skipped = training.optimizer.skipped_steps
         self.grad_sync = training.grad_sync
@@ -105,7 +116,7 @@ class Metrics:
         Raises:
             OSError: if one cannot be opened.
         """
-        logging = self.config.logging
+        logging = self.logging
         if self.main and logging.metrics_file:
             path = Path(logging.metrics_file)
             if again:
@@ -114,14 +125,14 @@ class Metrics:
         if self.main and logging.tensorboard_dir:
             self.events = EventFile(Path(logging.tensorboard_dir), again + 1 if again else None, self.unwritten)
 
-    def open_wandb(self, run_id: str) -> None:
-        """Start the run of Weights & Biases, on the rank that logs to it; `run_id`: of the training run, from rank 0.
+    def open_wandb(self, folder: str, flags: Mapping[str, Any], run_id: str) -> None:
+        """Start the run of Weights & Biases, on the rank that logs to it; arguments as for `WandbRun`.
 
         Raises:
             ValueError: if it cannot start.
         """
-        if logs_here(self.config.logging):
-            self.wandb = WandbRun(self.config, run_id, self.unwritten)
+        if logs_here(self.logging):
+            self.wandb = WandbRun(self.logging, folder, flags, run_id, self.unwritten)
 
     def guard_changes(self, guard: LayerGuard | None, changes: Sequence[Change]) -> None:
         """Print each change of `--fp8-guard` on rank 0, and write it as an entry of kind "fp8_guard": the iteration after which it applies,
@@ -135,7 +146,7 @@ class Metrics:
 
     def tokens(self, iteration: int) -> int:
         """Return the tokens of all iterations up to this one."""
-        return self.batch_sizes.consumed(iteration) * self.config.model.seq_length
+        return self.batch_sizes.consumed(iteration) * self.seq_length
 
     @property
     def _writes(self) -> bool:
@@ -158,7 +169,7 @@ class Metrics:
 
     def reports(self, iteration: int) -> bool:
         """Return whether an interval ends with this iteration."""
-        return iteration % self.config.logging.log_interval == 0 or iteration == self.iterations
+        return iteration % self.logging.log_interval == 0 or iteration == self.iterations
 
     def report(self, iteration: int) -> None:
         """Report the steps since the last report, if there are any; collective."""
@@ -180,7 +191,7 @@ class Metrics:
             return
         tokens = self.tokens(iteration)
         tokens_per_s = (tokens - self.tokens(iteration - len(self.steps))) / len(self.steps) / seconds
-        tflops = tokens_per_s * self.flops_a_token / 1e12 / self.world_size
+        tflops = tokens_per_s * self.flops_per_token / 1e12 / self.world_size
         left = (time.perf_counter() - self.start_time) / (iteration - self.start_iteration) * (self.iterations - iteration)
         last = self.steps[-1]
         row: dict[str, Any] = {
@@ -245,7 +256,7 @@ class Metrics:
     def begin(self, row: dict[str, Any]) -> None:
         """Write the first entry of this start: `row`, the iterations from and to which it trains, and the process that writes."""
         process = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
-        self.write(row | {"recipe": self.config.precision.name, "start": self.start_iteration, "iterations": self.iterations} | process)
+        self.write(row | {"start": self.start_iteration, "iterations": self.iterations} | process)
 
     def end(self, iteration: int, status: str, why: str | None = None) -> None:
         """Write the last entry of this start, by which a reader of the metrics file tells an end from a kill.
@@ -270,7 +281,7 @@ class Metrics:
     def scalars_from_rank_0(self, values: Mapping[str, float] | None, iteration: int) -> None:
         """Write numbers that only rank 0 has (None on other ranks) by `scalars`. Collective."""
         box = [values]
-        if self.config.logging.wandb_project is not None and self.world_size > 1:
+        if self.logging.wandb_project is not None and self.world_size > 1:
             torch.distributed.broadcast_object_list(box, 0)
         if box[0] is not None:
             self.scalars(box[0], iteration)

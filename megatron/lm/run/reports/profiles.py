@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.lm.config import Config
+from megatron.lm.config import ProfilingConfig
 from megatron.lm.shell.logs import Unwritten
 
 HISTORY_ENTRIES = 100_000  # allocations and frees, with their stacks
@@ -66,7 +66,8 @@ class Profiles:
     """Profile and memory history of a run, on this rank.
 
     Args:
-        config: the flags.
+        settings: the flags.
+        folder: in which traces are written.
         iterations: of the whole run.
         unwritten: counts failed writes.
 
@@ -74,10 +75,10 @@ class Profiles:
         ValueError: if nsys or the memory history is requested without a GPU.
     """
 
-    def __init__(self, config: Config, iterations: int, unwritten: Unwritten) -> None:
-        settings, rank, ranks = config.profiling, torch.distributed.get_rank(), torch.distributed.get_world_size()
+    def __init__(self, settings: ProfilingConfig, folder: Path, iterations: int, unwritten: Unwritten) -> None:
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.settings, self.rank, self._iterations, self._unwritten = settings, rank, iterations, unwritten
-        self._folder = Path(config.logging.tensorboard_dir or ".")
+        self._folder = folder
         self._profiler: _Nsys | torch.profiler.profile | None = None
         self._first = self._last = 0
         self._waiting = settings.profile and rank in settings.profile_ranks

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.lm.config import Config, LoggingConfig
-from megatron.lm.config.cli import config_to_dict
+from megatron.lm.config import LoggingConfig
 from megatron.lm.shell.logs import Unwritten
 
 ITERATION = "iteration"
@@ -47,7 +46,9 @@ class WandbRun:
     """A run of Weights & Biases.
 
     Args:
-        config: its `--wandb-*` flags name the run; all flags become the run's configuration.
+        logging: its `--wandb-*` flags name the run.
+        folder: in which wandb writes.
+        flags: of the run by name, which become the configuration of the run of W&B.
         run_id: identity of the training run; a run of W&B with this ID is continued.
         unwritten: counts failed writes.
 
@@ -55,13 +56,11 @@ class WandbRun:
         ValueError: if wandb cannot start, for example without an API key.
     """
 
-    def __init__(self, config: Config, run_id: str, unwritten: Unwritten) -> None:
+    def __init__(self, logging: LoggingConfig, folder: str, flags: Mapping[str, Any], run_id: str, unwritten: Unwritten) -> None:
         import wandb
 
-        logging = config.logging
         self._error, self._unwritten = wandb.Error, unwritten
         self._where = f"--wandb-project {logging.wandb_project}"
-        folder = logging.wandb_save_dir or os.path.join(str(config.checkpoint.save), "wandb")
         os.makedirs(folder, exist_ok=True)
         options: dict[str, Any] = {"console": "off", "quiet": True}  # `print` stays ours; quiet: no summary of all curves at the end
         if "WANDB_FINISH_TIMEOUT" not in os.environ:
@@ -75,7 +74,7 @@ class WandbRun:
                 name=logging.wandb_exp_name,
                 entity=logging.wandb_entity,
                 dir=folder,
-                config={name: value for section in config_to_dict(config).values() for name, value in section.items()},
+                config=dict(flags),
                 allow_val_change=True,  # a resume may have other flags
                 settings=wandb.Settings(**options),
                 **run,

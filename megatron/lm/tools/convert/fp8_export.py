@@ -101,7 +101,7 @@ def check_blocks(rules: Iterable[Rule], in_bf16: Collection[str]) -> None:
 
 def kept_in_bf16(rules: Iterable[Rule], layers: Collection[int]) -> list[str]:
     """Return Hugging Face's names of the weights of the linear layers in these transformer layers, counted from 0
-    (`Config.layers_in_bf16`)."""
+    (`PrecisionConfig.layers_in_bf16`)."""
     prefixes = tuple(f"decoder.layers.{layer}." for layer in layers)
     return [name for rule in rules if rule.linear and rule.ours.startswith(prefixes) for name in rule.theirs]
 

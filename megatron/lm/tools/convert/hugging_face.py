@@ -32,7 +32,7 @@ _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_posit
 _FIELDS = {"ffn_size": "ffn_hidden_size", "query_groups": "num_query_groups", "head_size": "kv_channels", "max_positions": "seq_length"}
 
 
-def hf_config(config: Config, vocab_size: int, dtype: torch.dtype, eod: int) -> dict[str, Any]:
+def hf_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype, eod: int) -> dict[str, Any]:
     """Return transformers' config.json for our model.
 
     Args:
@@ -43,7 +43,7 @@ def hf_config(config: Config, vocab_size: int, dtype: torch.dtype, eod: int) -> 
     Raises:
         ValueError: no supported architecture can represent the model; the message names the settings.
     """
-    model, kind = config.model, architecture_of(config.model)
+    kind = architecture_of(model)
     if model.objective != "causal-lm":
         raise ValueError(f"the model was trained with --objective {model.objective}, and no supported architecture attends to both sides")
     values: dict[str, Any] = {"model_type": kind.model_type, "architectures": [kind.class_name]}
@@ -76,9 +76,8 @@ def rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
     return {"rope_type": "llama3", "factor": model.rope_scaling_factor, **_LLAMA_3}
 
 
-def hf_rules(config: Config, vocab_size: int, names: list[str]) -> list[Rule]:
+def hf_rules(model: ModelConfig, vocab_size: int, names: list[str]) -> list[Rule]:
     """Return the rules for our tensors `names`; ValueError if they do not match the configuration."""
-    model = config.model
     if model.num_layers * (model.num_experts or 1) > len(names):
         experts = "" if model.num_experts is None else f" and --num-experts {model.num_experts}"
         raise ValueError(

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megatron.lm.config import Config, DataConfig
+from megatron.lm.config import DataConfig
 from megatron.lm.data.tokenizers.tokenizer import (
     END_OF_TEXT,
     HuggingFaceTokenizer,
@@ -16,27 +16,27 @@ from megatron.lm.data.tokenizers.tokenizer import (
 from megatron.lm.hugging_face.folder import refuse_irregular, write_json
 
 
-def matching(config: Config, vocab_size: int) -> Tokenizer:
-    """Return the tokenizer of `config`; ValueError if its files are gone, its vocabulary is not `vocab_size`, or transformers cannot read
-    them."""
-    tokenizer = build_tokenizer(config.data, config.model.vocab_size)
+def matching(data: DataConfig, given_size: int | None, vocab_size: int) -> Tokenizer:
+    """Return the tokenizer of `data`; ValueError if its files are gone, its vocabulary is not `vocab_size`, or transformers cannot read
+    them. `given_size`: `--vocab-size`, for NullTokenizer."""
+    tokenizer = build_tokenizer(data, given_size)
     if tokenizer.vocab_size != vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but the checkpoint has {vocab_size}: give the files that it was trained with"
         )
-    plain = isinstance(tokenizer, HuggingFaceTokenizer | NullTokenizer) or config.data.tokenizer_type == "GPT2BPETokenizer"
+    plain = isinstance(tokenizer, HuggingFaceTokenizer | NullTokenizer) or data.tokenizer_type == "GPT2BPETokenizer"
     if plain or (isinstance(tokenizer, SentencePieceTokenizer) and tokenizer.is_llama_s):
         return tokenizer
     raise ValueError(
-        f"transformers cannot read the files of {config.data.tokenizer_type}, or computes other ids from them: "
+        f"transformers cannot read the files of {data.tokenizer_type}, or computes other ids from them: "
         "convert it to a tokenizer.json, and give --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json"
     )
 
 
-def write(config: Config, tokenizer: Tokenizer, folder: Path) -> None:
-    """Copy the tokenizer's files into `folder` under the names that transformers' AutoTokenizer looks for; none for NullTokenizer."""
-    data = config.data
-    about: dict[str, Any] = {"model_max_length": config.model.max_positions, "clean_up_tokenization_spaces": False}
+def write(data: DataConfig, longest: int, tokenizer: Tokenizer, folder: Path) -> None:
+    """Copy the tokenizer's files into `folder` under the names that transformers' AutoTokenizer looks for; none for NullTokenizer.
+    `longest`: most tokens of a sequence that the model supports."""
+    about: dict[str, Any] = {"model_max_length": longest, "clean_up_tokenization_spaces": False}
     if isinstance(tokenizer, SentencePieceTokenizer):
         assert data.tokenizer_model is not None
         shutil.copyfile(data.tokenizer_model, folder / "tokenizer.model")

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from megatron.lm.config import PrecisionConfig
+from megatron.lm.config.from_checkpoint import with_saved_rounding, with_saved_scaling
 from megatron.lm.config.sections.precision import (
     build_recipe,
     rule_setting,
     saved_activations,
-    with_saved_rounding,
-    with_saved_scaling,
 )
 from msamp.nn.saved_activations import AS_IT_IS, IN_GROUPS
 from msamp.numerics import formats, recipe

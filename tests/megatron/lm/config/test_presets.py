@@ -118,7 +118,7 @@ def test_a_published_model_has_its_parameters_and_its_configuration(name):
     parameters, settings = PUBLISHED[name]
     assert published_vocabulary(name) == settings["vocab_size"]
     assert parameter_count(model(name), settings["vocab_size"]) == parameters
-    theirs = json.loads(json.dumps(hf_config(parse_args(["--preset", name]), settings["vocab_size"], torch.bfloat16, 0)))
+    theirs = json.loads(json.dumps(hf_config(parse_args(["--preset", name]).model, settings["vocab_size"], torch.bfloat16, 0)))
     assert {key: theirs.get(key) for key in settings} == settings
 
 
@@ -126,7 +126,7 @@ def test_a_published_model_has_its_parameters_and_its_configuration(name):
 def test_transformers_builds_the_same_model_from_our_settings(name):
     transformers = pytest.importorskip("transformers")
     vocabulary, ours = published_vocabulary(name), parse_args(["--preset", name])
-    settings = hf_config(ours, vocabulary, torch.bfloat16, 0)
+    settings = hf_config(ours.model, vocabulary, torch.bfloat16, 0)
     config = transformers.AutoConfig.for_model(**settings)
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(config)

@@ -34,21 +34,21 @@ def test_the_same_schedule_by_other_flags_is_the_same():
 def test_the_checkpoint_s_schedule_takes_the_place_of_the_flags():
     saved = tiny.config("corpus", lr=1e-2, train_iters=12)
     now = tiny.config("corpus", train_iters=20, weight_decay=0.3, lr_warmup_iters=4, use_checkpoint_opt_param_scheduler=True)
-    taken = take_schedule(now, saved)
+    taken = take_schedule(now, (saved.optimizer, saved.training))
     assert differing_schedule(taken, saved) == []
     assert (taken.optimizer.lr, taken.schedule_steps.decay, taken.training.train_iters) == (1e-2, 12, 20)
     assert take_schedule(now, None) == now
-    assert take_schedule(tiny.config("corpus", train_iters=20), saved).schedule_steps.decay == 20
+    assert take_schedule(tiny.config("corpus", train_iters=20), (saved.optimizer, saved.training)).schedule_steps.decay == 20
 
 
 def test_a_schedule_in_another_unit_is_not_taken():
     now = tiny.config("corpus", use_checkpoint_opt_param_scheduler=True)
     with pytest.raises(ValueError, match="schedule counts --train-samples, and this run's does not: give --train-samples, or"):
-        take_schedule(now, tiny.config("corpus", train_samples=40))
+        take_schedule(now, (now.optimizer, tiny.config("corpus", train_samples=40).training))
 
 
 @pytest.mark.parametrize(("broken", "told"), [({"lr": -1.0}, "--lr -1.0"), ({"min_lr": 1.0}, "--min-lr 1 is above --lr")])
 def test_an_invalid_saved_schedule_is_not_taken(broken: dict[str, float], told: str):
     saved = tiny.config("corpus", **broken)
     with pytest.raises(ValueError, match=f"the checkpoint's schedule is invalid for this run: {told}"):
-        take_schedule(tiny.config("corpus", use_checkpoint_opt_param_scheduler=True), saved)
+        take_schedule(tiny.config("corpus", use_checkpoint_opt_param_scheduler=True), (saved.optimizer, saved.training))

@@ -209,7 +209,7 @@ def test_bad_index(tmp_path, prefix, change, message):
 def test_ids_outside_the_vocabulary(tmp_path, wrong):
     wide = write(tmp_path / "wide", ["69999 " * 40], vocab_size=100000)
     np.full(41, wrong, dtype=np.int32).tofile(f"{wide}.bin")
-    train, _, _ = build_datasets(config(data_path=(wide,), split="1"), TOKENIZER, (2, 0, 0))
+    train, _, _ = built(config(data_path=(wide,), split="1"), TOKENIZER, (2, 0, 0))
     with pytest.raises(ValueError, match=rf"wide: token id {wrong} is outside"):
         train[0]
 

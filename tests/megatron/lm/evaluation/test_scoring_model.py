@@ -25,7 +25,7 @@ SHARED: dict[str, Any] = {
 
 def built(name: str, precision: str, **settings: Any) -> GPT:
     config = hf_models.config(name, precision=precision, **settings)
-    model = build_model(config, build_recipe(config.precision), tiny.VOCABULARY).eval()
+    model = build_model(*tiny.parts(config), build_recipe(config.precision), tiny.VOCABULARY).eval()
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -5,10 +5,11 @@ import importlib.util
 import pytest
 import torch
 
+from helpers import tiny
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
 from megatron.lm.graphs import step_graph
-from megatron.lm.graphs.capture import captured
+from megatron.lm.planning.memory import captured
 
 SMALL = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 1024 --micro-batch-size 2 --lr 1e-3 "
@@ -51,7 +52,7 @@ def test_a_step_is_captured_where_the_trainer_captures_it(text: str, monkeypatch
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     config = flags(f"{SMALL} --precision O3 {text}")
-    assert captured(config) == (step_graph.choose(config)[0] != "none") == CAPTURED[text]
+    assert captured(config) == (step_graph.choose(*tiny.parts(config))[0] != "none") == CAPTURED[text]
 
 
 @pytest.mark.parametrize(
@@ -69,5 +70,5 @@ def test_experts_are_captured_where_no_host_reads_their_sizes(capability, precis
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    found = step_graph.obstacle(flags(f"{SMALL} --precision {precision} {MOE}")) or ""
+    found = step_graph.obstacle(*tiny.parts(flags(f"{SMALL} --precision {precision} {MOE}"))) or ""
     assert (reason in found) if reason else not found

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from helpers import dist, replayed, tiny
 from megatron.lm.build import build_training
-from megatron.lm.graphs import capture
 from megatron.lm.graphs.stage_graph import StageGraphs
+from megatron.lm.planning import memory
 from megatron.lm.processes import process_groups
 from megatron.lm.run.reports.recorder import Recorder
 from megatron.lm.step import evaluate, train_step
@@ -112,7 +112,7 @@ def check(ranks: list[dict[str, Any]], cases: dict[str, dict[str, Any]], skipped
             own = settings["num_layers"] // stages
             chunks = own // settings.get("num_layers_per_virtual_pipeline_stage", own)
             micro_batches = settings["global_batch_size"] // copies
-            assert slots == list(capture.slots(rank * stages // len(ranks), stages, chunks, micro_batches)), name
+            assert slots == list(memory.slots(rank * stages // len(ranks), stages, chunks, micro_batches)), name
             # Two kinds of steps, those that count their gradients and the others: pairs, the exchange and the update. The slot of the last
             # micro-batch has a second pair, unless no other comes to it.
             pairs = sum(count + (count < micro_batches) for count in slots)

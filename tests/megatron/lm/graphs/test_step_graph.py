@@ -41,18 +41,18 @@ def test_what_cannot_be_captured_says_why(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     settings, reason = OBSTACLES[name]
-    assert reason in (obstacle(tiny.config("corpus", **settings)) or "")
+    assert reason in (obstacle(*tiny.parts(tiny.config("corpus", **settings))) or "")
     stages = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1, "num_layers": 4}
     for free in ({"recompute_granularity": "selective"}, {"record_precision": "p.jsonl"}, stages):
-        assert obstacle(tiny.config("corpus", precision="O3", **free)) is None
+        assert obstacle(*tiny.parts(tiny.config("corpus", precision="O3", **free))) is None
 
 
 def test_without_a_gpu_or_buffers_that_nccl_can_register_there_is_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert obstacle(tiny.config("corpus")) == "there is no GPU"
+    assert obstacle(*tiny.parts(tiny.config("corpus"))) == "there is no GPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("megatron.lm.graphs.step_graph.unregistrable", lambda: "of NCCL")
-    assert choose(tiny.config("corpus")) == ("none", "of NCCL")
+    assert choose(*tiny.parts(tiny.config("corpus"))) == ("none", "of NCCL")
 
 
 def trained(mode: str, settings: dict[str, Any], bad: int | None = None, unseen: int | None = None) -> tuple[list[Any], list[Tensor], int]:

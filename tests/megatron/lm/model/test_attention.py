@@ -16,9 +16,9 @@ from megatron.lm.model.attention import (
     Attention,
     FP8CoreAttention,
     SDPAttention,
-    check_precision,
     cos_sin,
     document_mask,
+    prepare_fp8,
 )
 from megatron.lm.model.gpt import build_model
 from megatron.lm.processes import process_groups
@@ -174,15 +174,14 @@ def test_a_mask_of_split_sequences_is_that_of_whole_ones():
 
 def test_a_machine_without_fp8_attention_is_refused_before_there_is_a_model(monkeypatch: pytest.MonkeyPatch):
     settings = tiny.config("corpus", precision="O3", attention_precision="fp8")
-    check_precision(settings)
+    prepare_fp8(settings.model, settings.parallel, 4)
     monkeypatch.setattr(process_groups, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "card")
     with pytest.raises(ValueError, match=r"--attention-precision fp8: card .* has no FP8 attention, which requires 9.0 or later"):
-        check_precision(settings)
+        prepare_fp8(settings.model, settings.parallel, 4)
     with pytest.raises(ValueError, match="--attention-precision fp8: card"):
         build_training(settings, tiny.VOCABULARY)
-    check_precision(tiny.config("corpus", precision="O3"))
 
 
 MODELS = {
@@ -202,7 +201,7 @@ def test_the_rotation_is_megatron_core_s(name: str, monkeypatch: pytest.MonkeyPa
 
     def trained() -> list[Tensor]:
         torch.manual_seed(0)
-        model = build_model(tiny.config("unread", precision="fp32", **MODELS[name]), FP32, tiny.VOCABULARY)
+        model = build_model(*tiny.parts(tiny.config("unread", precision="fp32", **MODELS[name])), FP32, tiny.VOCABULARY)
         tokens = torch.arange(32, device=process_groups.device()).view(2, 16)
         torch.manual_seed(1)
         loss = model(tokens, tokens % 16, None, labels=tokens.roll(1, -1)).mean()
@@ -219,7 +218,7 @@ def test_the_rotation_is_megatron_core_s(name: str, monkeypatch: pytest.MonkeyPa
 
 def test_a_model_that_was_evaluated_in_inference_mode_trains():
     """The tables of the rotation are kept from one forward to the next."""
-    model = build_model(tiny.config("unread", precision="fp32", seq_length=24), FP32, tiny.VOCABULARY)
+    model = build_model(*tiny.parts(tiny.config("unread", precision="fp32", seq_length=24)), FP32, tiny.VOCABULARY)
     tokens = torch.arange(48, device=process_groups.device()).view(2, 24)
     with torch.inference_mode():
         before = model(tokens, tokens % 24, None, labels=tokens.roll(1, -1))
@@ -231,7 +230,7 @@ def test_a_model_that_was_evaluated_in_inference_mode_trains():
 
 def test_the_tables_of_a_model_stay_where_they_are_when_megatron_core_forgets_its_angles():
     """It keeps those of 32 calls: a stage of more chunks, or models beside each other, would have graphs read freed memory."""
-    model = build_model(tiny.config("unread", precision="fp32"), FP32, tiny.VOCABULARY)
+    model = build_model(*tiny.parts(tiny.config("unread", precision="fp32")), FP32, tiny.VOCABULARY)
     tokens, seen = torch.arange(32, device=process_groups.device()).view(2, 16), []
     for _ in range(2):
         embedded, angles, *_ = model._preprocess(input_ids=tokens, position_ids=tokens % 16)

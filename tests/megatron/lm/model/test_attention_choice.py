@@ -9,6 +9,7 @@ import torch
 
 from helpers import tiny
 from megatron.lm.config import Config
+from megatron.lm.config.rules.precision import attention_refusal
 from megatron.lm.model import fp8_layers
 from megatron.lm.model.fp8_layers import AttentionShape, Measure, Times
 from msamp.numerics.recipe import Recipe
@@ -58,21 +59,26 @@ def test_attention_is_fp8_where_it_is_faster_and_possible(
     monkeypatch.setattr(fp8_layers, "_has_fp8", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "card")
     made = config(tmp_path, **ATTENTION | settings)
-    decided, choice = fp8_layers.decide(made, attention_times(0.8), lambda: saved and replace(made.precision, attention_precision=saved))
-    assert decided.precision.attention_precision == chosen
+    before = saved and replace(made.precision, attention_precision=saved)
+    decided, choice = fp8_layers.decide(*tiny.parts(made), attention_times(0.8), lambda: before or None, attention_refusal(made))
+    assert decided.attention_precision == chosen
     assert choice.attention.startswith(f"attention: {chosen.upper()}; {reason}")
 
 
 def test_attention_is_measured_once_a_machine_and_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     made = config(tmp_path, **ATTENTION)
-    assert fp8_layers.choose_attention(made, None) == ("bf16", "not measured: this hardware has no FP8, which is emulated")
+
+    def choose(measure: Any, micro_batch_size: int = 2) -> tuple[str, str]:
+        return fp8_layers.choose_attention(made.model, made.parallel, made.precision, micro_batch_size, measure)
+
+    assert choose(None) == ("bf16", "not measured: this hardware has no FP8, which is emulated")
     monkeypatch.setattr(fp8_layers, "_has_fp8", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "card")
-    assert fp8_layers.choose_attention(made, None) == ("bf16", "not measured on this GPU")
-    assert fp8_layers.choose_attention(made, attention_times(1.25)) == ("bf16", "gain 0.80, --fp8-min-gain 1")
-    assert fp8_layers.choose_attention(made, refuse) == ("bf16", "gain 0.80, --fp8-min-gain 1")
+    assert choose(None) == ("bf16", "not measured on this GPU")
+    assert choose(attention_times(1.25)) == ("bf16", "gain 0.80, --fp8-min-gain 1")
+    assert choose(refuse) == ("bf16", "gain 0.80, --fp8-min-gain 1")
     with pytest.raises(AssertionError, match="nothing was to be measured"):
-        fp8_layers.choose_attention(replace(made, training=replace(made.training, micro_batch_size=3)), refuse)
+        choose(refuse, 3)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +93,7 @@ def test_attention_is_measured_once_a_machine_and_shape(tmp_path: Path, monkeypa
 )
 def test_the_shape_of_attention_is_that_of_a_rank(tmp_path: Path, settings: dict[str, Any], shape: tuple[int, ...]):
     made = config(tmp_path, **ATTENTION | {"seq_length": 16, "num_attention_heads": 2} | settings)
-    assert fp8_layers.attention_shape(made) == shape
+    assert fp8_layers.attention_shape(made.model, made.parallel, made.training.micro_batch_size) == shape
 
 
 def test_a_run_says_what_attention_it_chose_and_a_resume_keeps_it(

@@ -16,7 +16,6 @@ from megatron.lm.model.fp8_layers import (
     Measure,
     Shape,
     Times,
-    choose,
 )
 from msamp.numerics.recipe import Recipe
 
@@ -33,6 +32,10 @@ class Table:
     def __call__(self, shape: Shape, recipe: Recipe) -> Times:
         self.asked.append(shape)
         return TIMES[shape.inputs, shape.outputs]
+
+
+def choose(settings: Config, measure: Any, saved: PrecisionConfig | None = None) -> Fp8LayerChoice:
+    return fp8_layers.choose(*tiny.parts(settings), measure, saved)
 
 
 def config(folder: Path, **settings: Any) -> Config:
@@ -58,7 +61,8 @@ def test_layers_that_are_not_fused_are_decided_one_by_one(tmp_path: Path, settin
 
 
 def test_shapes_are_those_of_a_tensor_parallel_rank(tmp_path: Path):
-    assert fp8_layers.layer_shapes(config(tmp_path, tensor_model_parallel_size=2, swiglu=True, ffn_hidden_size=48, micro_batch_size=3)) == {
+    made = config(tmp_path, tensor_model_parallel_size=2, swiglu=True, ffn_hidden_size=48)
+    assert fp8_layers.layer_shapes(made.model, made.parallel, 3) == {
         "linear_qkv": Shape(48, 32, 48),
         "linear_proj": Shape(48, 16, 32),
         "linear_fc1": Shape(48, 32, 48),

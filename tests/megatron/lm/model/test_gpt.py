@@ -15,6 +15,7 @@ from helpers import dist
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron.lm.model.gpt import GPT, assemble, transformer_config
 from megatron.lm.model.loss import mean_loss
+from megatron.lm.model.spec import LayerOptions, block_spec
 from megatron.lm.processes import process_groups
 from msamp.numerics.recipe import BF16, FP32, Recipe
 
@@ -53,8 +54,15 @@ def config(model: dict | None = None, parallel: dict | None = None, training: di
     )
 
 
+def plain_model(settings: Config, recipe: Recipe) -> GPT:
+    """A GPT with megatron-core's linear layers."""
+    core = transformer_config(settings.model, settings.parallel, settings.training, recipe)
+    options = LayerOptions(settings.model.attention_backend)
+    return assemble(settings.model, core, block_spec(core, LINEARS, options), VOCABULARY, seed=settings.training.seed)
+
+
 def new_model(settings: Config, recipe: Recipe = FP32) -> GPT:
-    model = assemble(settings, transformer_config(settings, recipe), VOCABULARY, LINEARS)
+    model = plain_model(settings, recipe)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -217,7 +225,7 @@ def test_the_sum_in_chunks_is_that_of_all_logits(untied: bool):
 def test_every_precision_starts_from_the_same_numbers():
     def parameters(recipe: Recipe) -> dict[str, Tensor]:
         process_groups.seed_all(7)
-        return dict(assemble(config(), transformer_config(config(), recipe), VOCABULARY, LINEARS).named_parameters())
+        return dict(plain_model(config(), recipe).named_parameters())
 
     fp32, bf16 = parameters(FP32), parameters(BF16)
     assert all(p.dtype is torch.bfloat16 and torch.equal(p, fp32[name].bfloat16()) for name, p in bf16.items())
@@ -290,7 +298,7 @@ def cut_run(weights: dict[str, Tensor], gradients: dict[str, Tensor], shape: dic
     for layout, sizes in layouts.items():
         settings = config(shape, sizes)
         process_groups.initialize(settings)
-        model = assemble(settings, transformer_config(settings, FP32), VOCABULARY, LINEARS)
+        model = plain_model(settings, FP32)
         rename = whole_name if layout == "pp" else str
         with torch.no_grad():
             for name, parameter in model.named_parameters():

@@ -26,9 +26,9 @@ def weights(**settings: Any) -> dict[str, tuple[Tensor, int | None]]:
     config = tiny.config("corpus", **{**SHAPE, **settings})
     found: dict[str, tuple[Tensor, int | None]] = {}
     with tiny.started(config):
-        stages = config.virtual_stages
+        stages = config.parallel.virtual_stages(config.model.num_layers)
         for stage in [None] if stages is None else range(stages):
-            model = build_model(config, build_recipe(config.precision), tiny.VOCABULARY, stage)
+            model = build_model(*tiny.parts(config), build_recipe(config.precision), tiny.VOCABULARY, stage)
             for name, module in named_globally(model):
                 for key, p in module.named_parameters(recurse=False):
                     cut = p.partition_dim if getattr(p, "tensor_model_parallel", False) else None

@@ -51,7 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def model(recipe: Recipe = O2, **settings: Any) -> GPT:
     process_groups.seed_all(7)
-    return build_model(tiny.config("unread", hidden_size=64, init_method_std=0.1, **settings), recipe, tiny.VOCABULARY)
+    return build_model(*tiny.parts(tiny.config("unread", hidden_size=64, init_method_std=0.1, **settings)), recipe, tiny.VOCABULARY)
 
 
 def layers(made: GPT) -> list[Layer]:
@@ -141,7 +141,7 @@ def found_on_a_rank(recipe: Recipe, shape: str, way: str, fuse: bool, convert: b
     settings = tiny.config("unread", hidden_size=64, init_method_std=0.1, **SHAPES[shape], **parallel)
     with tiny.started(settings):
         process_groups.seed_all(7)
-        made = build_model(settings, recipe, tiny.VOCABULARY)
+        made = build_model(*tiny.parts(settings), recipe, tiny.VOCABULARY)
         fused = [layer.fused for layer in layers(made)]
         if not convert:
             for layer in made.modules():

@@ -28,7 +28,8 @@ normal_ = functools.partial(nn.init.normal_, std=0.1)
 
 def make(kind: str, recipe: Recipe) -> nn.Module:
     """One column- or row-parallel layer [OUT, IN] as the specification's slots construct them, with the bias kept apart."""
-    core = transformer_config(tiny.config("corpus"), recipe)
+    settings = tiny.config("corpus")
+    core = transformer_config(settings.model, settings.parallel, settings.training, recipe)
     common = {"config": core, "init_method": normal_, "bias": True, "skip_bias_add": True}
     if kind == "column":
         return column_linear(recipe)(IN, OUT, gather_output=False, is_expert=False, **common)
@@ -140,7 +141,7 @@ def passed_and_counted(flags: dict[str, Any], passed: dict[str, int]) -> dict[st
     config, sent = tiny.config("corpus", **flags), WireBytes()
     found = {}
     with tiny.started(config):
-        model = build_model(config, build_recipe(config.precision), tiny.VOCABULARY, sent=sent)
+        model = build_model(*tiny.parts(config), build_recipe(config.precision), tiny.VOCABULARY, sent=sent)
         tokens = 8 if flags["sequence_parallel"] else 16
         x = random(tokens, 4, 32).requires_grad_()
 

@@ -82,7 +82,8 @@ def test_megatron_core_is_told_what_the_recipe_says(name: str, monkeypatch: pyte
     monkeypatch.setattr(peer, "fusions", lambda model: {})
     settings = tiny.config("corpus", precision=name)
     recipe = recipe_of(settings)
-    told, plain = transformer_config(settings, recipe), transformer_config(settings, BF16)
+    sections = (settings.model, settings.parallel, settings.training)
+    told, plain = transformer_config(*sections, recipe), transformer_config(*sections, BF16)
     core = dict(recipe.core)
     assert {key: getattr(told, key) for key in core} == core
     untouched = vars(plain).keys() - core.keys() - {"init_method", "output_layer_init_method", "embedding_init_method"}

@@ -93,14 +93,14 @@ def configured(case: str) -> Iterator[Config]:
     named = "--precision" if level == "fp16-amp" else "--opt-level"
     config = parse_args([*SHAPE.split(), *flags, named, level])
     with tiny.started(tiny.config("corpus")):
-        yield fp8_layers.decide(config, fp8_layers.default_measure())[0]
+        yield replace(config, precision=fp8_layers.decide(*tiny.parts(config), fp8_layers.default_measure())[0])
 
 
 def forward_bytes(config: Config, layers: int) -> int:
     """Bytes that the forward of one micro-batch saves for backward in a model of `layers` layers."""
     config = replace(config, model=replace(config.model, num_layers=layers))
     batch = next(random_batches(config, 128, process_groups.device()))
-    model = build_model(config, build_recipe(config.precision), 128).train()
+    model = build_model(*tiny.parts(config), build_recipe(config.precision), 128).train()
     for parent in list(model.modules()):
         if isinstance(getattr(parent, "core_attention", None), SDPAttention):
             parent.core_attention = KeepingAttention()

@@ -9,10 +9,9 @@ from helpers import dist, tiny
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
 from megatron.lm.config.presets import parameter_count
-from megatron.lm.graphs.capture import slots
 from megatron.lm.planning.fits import report
 from megatron.lm.planning.layers import stage_parameters
-from megatron.lm.planning.memory import GIB, Rank, layer_activations, plan, stage_activations
+from megatron.lm.planning.memory import GIB, Rank, layer_activations, plan, slots, stage_activations
 
 STATES = ("weight", "master", "grad", "m", "v")
 LLAMA = {"swiglu": True, "normalization": "RMSNorm", "disable_bias_linear": True}

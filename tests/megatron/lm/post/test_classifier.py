@@ -26,7 +26,7 @@ TOKENIZER = NullTokenizer(tiny.VOCABULARY)
 def made(recipe: Recipe = FP32, pooling: str = "mean", **settings: Any) -> Classifier:
     process_groups.seed_all(7)
     config = tiny.config("unread", objective="masked-lm", init_method_std=0.1, **settings)
-    classifier = Classifier(build_model(config, recipe, tiny.VOCABULARY), 2, pooling=pooling, dropout=0.5, seed=3)
+    classifier = Classifier(build_model(*tiny.parts(config), recipe, tiny.VOCABULARY), 2, pooling=pooling, dropout=0.5, seed=3)
     with torch.no_grad():
         classifier.out.weight.mul_(50)  # logits that differ
     return classifier.eval()

@@ -19,7 +19,6 @@ from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.model.loss import mean_loss
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.grid import ALONE, Grid, Ranks
-from megatron.lm.training.gradients import build_grad_sync
 from megatron.lm.training.optimizer import global_norm
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
@@ -115,7 +114,7 @@ def test_groups_of_eight_ranks_are_those_of_megatron_core(sizes: dict[str, int],
     }
     for rank in (0, 3, 5, 6):
         eight(rank)
-        process_groups.create_groups(config, timedelta(minutes=1))
+        process_groups.create_groups(config.parallel, None, timedelta(minutes=1))
         grid = Grid.current()
         for purpose, (generator, axis) in expected.items():
             assert members(getattr(grid, purpose)) == next(group for group in generator.get_ranks(axis) if rank in group), purpose
@@ -129,13 +128,13 @@ def test_groups_of_eight_ranks_are_those_of_megatron_core(sizes: dict[str, int],
 def on_four() -> dict[str, Any]:
     """On two pairs of ranks, of which each shares a sequence: groups, a mean over a sequence, its gradient, who writes a checkpoint. Then
     the norm of experts on two ranks."""
-    process_groups.create_groups(tiny.config("corpus", context_parallel_size=2), timedelta(minutes=1))
+    process_groups.create_groups(tiny.config("corpus", context_parallel_size=2).parallel, None, timedelta(minutes=1))
     grid, rank = Grid.current(), torch.distributed.get_rank()
     model = nn.Linear(2, 3, bias=False)
     model.weight.data.fill_(1.0)
     model.config = SimpleNamespace()  # type: ignore[assignment]
     config = tiny.config("corpus", precision="fp32")
-    sync = build_grad_sync(model, config, build_recipe(config.precision), grid=grid)
+    sync = tiny.synchronizer(model, config, build_recipe(config.precision), grid=grid)
     mask = (torch.arange(4) < [1, 3, 2, 0][rank]).float()[None]  # tokens that count in each part
     mean, report = mean_loss((model(torch.full((4, 2), rank + 1.0)).sum(-1) * mask[0]).sum(), mask, grid.context)
     mean.backward()
@@ -149,7 +148,7 @@ def on_four() -> dict[str, Any]:
         "random states": rng.own_number(grid),
     }
     process_groups.leave_grid()
-    process_groups.create_groups(tiny.config("corpus", expert_model_parallel_size=2), timedelta(minutes=1))
+    process_groups.create_groups(tiny.config("corpus", expert_model_parallel_size=2).parallel, None, timedelta(minutes=1))
     norm = global_norm([parameter(), parameter(allreduce=False)])
     found["norm"] = float(norm(torch.tensor([3.0, 4.0 * (1 + Grid.current().experts.rank)], dtype=torch.float64)))
     process_groups.leave_grid()

@@ -6,6 +6,7 @@ import pytest
 import torch.distributed
 
 from helpers import dist, tiny
+from megatron.lm.config.cli import settings_by_name
 from megatron.lm.processes.same_settings import described, differences
 
 # One change per kind of setting; `places` are where a machine has its own files.
@@ -45,6 +46,6 @@ def test_all_ranks_refuse_and_name_flag_and_rank(prefix: Path, name: str):
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_every_setting_counts(name: str):
-    before = described(tiny.config("corpus", opt_level="O2", global_batch_size=8))
-    after = described(tiny.config("corpus", **({"opt_level": "O2", "global_batch_size": 8} | CHANGES[name])))
+    before = described(settings_by_name(tiny.config("corpus", opt_level="O2", global_batch_size=8)))
+    after = described(settings_by_name(tiny.config("corpus", **({"opt_level": "O2", "global_batch_size": 8} | CHANGES[name]))))
     assert name in differences([before, after, before])

@@ -57,7 +57,7 @@ def test_every_token_sees_all_of_its_sequence_and_what_wants_a_gpt_refuses_it(tm
     with pytest.raises(ValueError, match="masked-lm"), opened(tmp_path / "saved"):
         pass
     with pytest.raises(ValueError, match="no supported architecture attends to both sides"):
-        hf_config(config, tiny.VOCABULARY + 1, torch.float32, tokenizer.eod)
+        hf_config(config.model, tiny.VOCABULARY + 1, torch.float32, tokenizer.eod)
 
 
 @pytest.mark.nightly

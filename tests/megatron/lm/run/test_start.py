@@ -16,8 +16,7 @@ from megatron.lm.training.run_record import Run
 
 def start(**settings: Any) -> tuple[CheckpointConfig, str | None]:
     """What a start with these settings comes to."""
-    config, line = with_checkpoint(tiny.config("corpus", **{key: str(x) if isinstance(x, Path) else x for key, x in settings.items()}))
-    return config.checkpoint, line
+    return with_checkpoint(tiny.config("corpus", **{key: str(x) if isinstance(x, Path) else x for key, x in settings.items()}).checkpoint)
 
 
 def child(parent: dict[str, Any], finetune: bool = False) -> dict[str, Any]:

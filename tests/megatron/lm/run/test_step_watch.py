@@ -56,7 +56,7 @@ def seen_by_one(folder: str) -> str:
     own = Path(folder) / str(torch.distributed.get_rank())
     settings = tiny.config("corpus", load=str(own), save=str(own))
     try:
-        return str(with_checkpoint(settings)[0].checkpoint.load is None)
+        return str(with_checkpoint(settings.checkpoint)[0].load is None)
     except ValueError as error:
         return str(error)
 

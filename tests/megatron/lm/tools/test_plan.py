@@ -96,4 +96,5 @@ TAIL = "--cuda-graph none --recompute-granularity full --recompute-method unifor
 )
 def test_flags_name_everything_that_was_searched(words: str):
     line = f"--preset {words}".split()
-    assert flags_of(parse_args(line), line[1]) == line
+    made = parse_args(line)
+    assert flags_of(line[1], made.precision.name, made.model.seq_length, made.parallel, made.training) == line

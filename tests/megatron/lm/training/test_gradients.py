@@ -11,7 +11,7 @@ from helpers import dist, tiny
 from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.model.gpt import GPT, build_model
 from megatron.lm.step import evaluate, train_step
-from megatron.lm.training.gradients import build_grad_sync, count_pipeline_traffic
+from megatron.lm.training.gradients import count_pipeline_traffic
 from msamp.comm.counters import WireBytes
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP32, Format
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.usefixtures("one_process")
 def build(**settings: Any) -> tuple[GPT, GradSync]:
     config = tiny.config("corpus", **settings)
     recipe = build_recipe(config.precision)
-    model = build_model(config, recipe, tiny.VOCABULARY)
-    return model, build_grad_sync(model, config, recipe)
+    model = build_model(*tiny.parts(config), recipe, tiny.VOCABULARY)
+    return model, tiny.synchronizer(model, config, recipe)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,9 @@ def test_pipeline_traffic_by_hand(flags: dict[str, Any], dtype: torch.dtype, par
     core = SimpleNamespace(pipeline_dtype=dtype)
     held: Any = [SimpleNamespace(pre_process=first, post_process=last, config=core) for first, last in parts]
     sent = WireBytes()
-    count_pipeline_traffic(sent, tiny.config("corpus", **flags), held, 4)
+    settings = tiny.config("corpus", **flags)
+    hidden = (settings.parallel.rows(settings.model.seq_length), settings.training.micro_batch_size, settings.model.hidden_size)
+    count_pipeline_traffic(sent, hidden, held, 4)
     assert sent.rows() == {("activation", "pipeline send"): transfers * BF16_BYTES}
 
 

@@ -12,7 +12,6 @@ from helpers import dist, tiny
 from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.model.gpt import GPT, build_model
 from megatron.lm.model.initial import named_globally
-from megatron.lm.training.gradients import build_grad_sync
 from megatron.lm.training.optimizer import build_optimizer, build_schedule, bytes_per_parameter, rounding_keys
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics import formats
@@ -54,8 +53,8 @@ def schedule_of(optimizer, config):
 def build(**settings: Any) -> tuple[GPT, FP8AdamW, GradSync]:
     config = tiny.config("corpus", **settings)
     kind = build_recipe(config.precision)
-    model = build_model(config, kind, tiny.VOCABULARY)
-    sync = build_grad_sync(model, config, kind)
+    model = build_model(*tiny.parts(config), kind, tiny.VOCABULARY)
+    sync = tiny.synchronizer(model, config, kind)
     return model, build_optimizer(model, config.optimizer, kind, sync, seed=config.training.seed, overlap_param_gather=True), sync
 
 
@@ -259,8 +258,8 @@ def grid_norm(settings: dict[str, Any]) -> dict[str, Any]:
     config = tiny.config("corpus", precision="fp32", clip_grad=1.0, **settings)
     with tiny.started(config):
         kind = build_recipe(config.precision)
-        model = build_model(config, kind, tiny.VOCABULARY)
-        sync = build_grad_sync(model, config, kind)
+        model = build_model(*tiny.parts(config), kind, tiny.VOCABULARY)
+        sync = tiny.synchronizer(model, config, kind)
         optimizer = build_optimizer(model, config.optimizer, kind, sync, seed=config.training.seed, overlap_param_gather=True)
         rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
         shapes: dict[str, tuple[int, ...]] = {}

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from helpers import dist, megatron_checkpoints, tiny
 from helpers.megatron_checkpoints import SETTINGS
 from megatron.lm.checkpoint.files.storage import Item
-from megatron.lm.checkpoint.foreign.megatron import _loss_scale, configuration, read_megatron
+from megatron.lm.checkpoint.foreign.megatron import _loss_scale, read_megatron, schedule
 from megatron.lm.checkpoint.foreign.pickled import plain_of_zip
 from megatron.lm.checkpoint.foreign.torch_dist import read_common
 from megatron.lm.checkpoint.foreign.write_torch_dist import write
@@ -125,8 +125,9 @@ def test_the_schedule_of_the_checkpoint_is_that_of_the_run_or_refused(written: P
     ],
 )
 def test_an_impossible_schedule_is_named(tmp_path: Path, record: dict[str, Any]):
+    run = settings("corpus", tmp_path, "llama")
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'common.pt'} has an invalid schedule")):
-        configuration(tmp_path, {"iteration": 10} | record, settings("corpus", tmp_path, "llama"))
+        schedule(tmp_path, {"iteration": 10} | record, run.optimizer, run.training)
 
 
 def refused(config: Config) -> str:
@@ -256,7 +257,7 @@ def test_an_impossible_count_is_refused_by_name(written: Path, prefix: Path, tmp
     shutil.copytree(written / "gpt2" / "iter_0000010", folder)
     torch.save({"iteration": 10} | wrong, folder / "common.pt")
     with pytest.raises(ValueError, match=r"common\.pt has an invalid count .*; load an older checkpoint"):
-        read_megatron(folder, settings(prefix, tmp_path, "gpt2"), 60)
+        read_megatron(folder, 60, in_samples=False, finetune=False)
 
 
 def test_the_loss_scale_of_fp16_is_taken(tmp_path: Path):

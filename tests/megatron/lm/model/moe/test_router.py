@@ -38,7 +38,7 @@ class CoreRouter(TopKRouter):
 def made(kind: type, **settings: Any) -> Any:
     given = {"num_experts": 8, "swiglu": True, "disable_bias_linear": True, "moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.1}
     config = tiny.config("corpus", **given | settings)
-    core = transformer_config(config, build_recipe(config.precision))
+    core = transformer_config(config.model, config.parallel, config.training, build_recipe(config.precision))
     router = kind(core, get_default_pg_collection())
     with torch.no_grad():
         router.weight.copy_(torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(1)))

@@ -63,7 +63,8 @@ def new(config: Config, iteration: int = 0, skipped: int = 0) -> Metrics:
     layer = nn.Linear(2, 2)
     sync = grad_sync(layer, dict.fromkeys(layer.parameters(), FP32))
     training = SimpleNamespace(iteration=iteration, optimizer=SimpleNamespace(skipped_steps=skipped), grad_sync=sync)
-    made = Metrics(config, vocab_size=64, training=cast("Training", training))
+    sizes = {"iterations": config.iterations(1), "seq_length": 16, "flops_per_token": flops_per_token(config.model, 64)}
+    made = Metrics(config.logging, cast("Training", training), config.batch_sizes(1), **sizes)
     made.open()
     return made
 

@@ -88,7 +88,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, **flags: Any) -> tuple[Profiles, l
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": len(calls)})
     monkeypatch.setattr(torch.autograd.profiler, "emit_nvtx", lambda **options: torch.autograd.profiler.record_function("nvtx"))
-    return Profiles(tiny.config("corpus", **flags), 10, Unwritten()), calls
+    return Profiles(tiny.config("corpus", **flags).profiling, Path(), 10, Unwritten()), calls
 
 
 def test_nsys_gets_the_iterations_after_start_to_end(one_process: None, monkeypatch: pytest.MonkeyPatch):

@@ -27,7 +27,7 @@ def exported(name, saved=None):
     """(settings, our FP32 weights, their tensors by name) of a random model whose weights were saved as `saved` makes them."""
     settings = config(name)
     weights = random_weights(settings)
-    rules = hf_rules(settings, VOCABULARY, list(weights))
+    rules = hf_rules(settings.model, VOCABULARY, list(weights))
     return settings, weights, dict(fp8_tensors(rules, weights, lambda key: saved(weights[key]) if saved else weights[key]))
 
 
@@ -37,7 +37,7 @@ def test_transformers_computes_with_the_dequantised_weights(name, tmp_path):
     pytest.importorskip("compressed_tensors")
     settings, weights, theirs = exported(name)
     write_tensors(tmp_path, theirs.items())
-    about = hf_config(settings, VOCABULARY, torch.bfloat16, 59)
+    about = hf_config(settings.model, VOCABULARY, torch.bfloat16, 59)
     about["quantization_config"] = quantization_config(about["model_type"])
     write_json(tmp_path / "config.json", about)
     ours, fp8 = our_logits(settings, VOCABULARY, weights), their_logits(tmp_path)
@@ -123,7 +123,7 @@ def test_transformers_computes_with_the_values_of_blocks(name, layout, tmp_path)
     settings = config(name, **(WIDE if name != "gpt_neox" else {"hidden_size": 256, "ffn_hidden_size": 384, "num_attention_heads": 4}))
     whole = {key: x if "norm.weight" in key else x / 4 for key, x in random_weights(settings).items()}
     weights = separate(whole)
-    rules = hf_rules(settings, VOCABULARY, list(weights))
+    rules = hf_rules(settings.model, VOCABULARY, list(weights))
     check_blocks(rules, ())
     theirs = dict(fp8_tensors(rules, weights, weights.__getitem__, (), layout))
     suffix = "_scale_inv" if layout == "deepseek" else "_scale"
@@ -141,7 +141,7 @@ def test_transformers_computes_with_the_values_of_blocks(name, layout, tmp_path)
     padded = {key: torch.cat([x, whole[key][len(x) :]]) if x.dim() == 2 else x for key, x in joined.items()}  # rows of the vocabulary
 
     write_tensors(tmp_path, theirs.items())
-    about = hf_config(settings, VOCABULARY, torch.bfloat16, 59)
+    about = hf_config(settings.model, VOCABULARY, torch.bfloat16, 59)
     about["quantization_config"] = quantization_config(about["model_type"], routers(rules), layout)
     write_json(tmp_path / "config.json", about)
     ours = our_logits(settings, VOCABULARY, padded)
@@ -156,7 +156,7 @@ def test_transformers_computes_with_the_values_of_blocks(name, layout, tmp_path)
 
 def test_weights_that_blocks_do_not_divide_are_refused():
     settings = config("llama", **(WIDE | {"ffn_hidden_size": 192}))
-    rules = hf_rules(settings, VOCABULARY, list(random_weights(settings)))
+    rules = hf_rules(settings.model, VOCABULARY, list(random_weights(settings)))
     with pytest.raises(
         ValueError, match=r"layers.0.mlp.gate_proj.weight is 192 x 256, which blocks of 128 x 128 do not .* --layout tensor"
     ):

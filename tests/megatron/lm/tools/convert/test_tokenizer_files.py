@@ -10,9 +10,14 @@ from helpers.hf_models import config
 from helpers.tokenizer_files import sentence_pieces, token_list
 from megatron.lm.config import DataConfig
 from megatron.lm.data.tokenizers.tokenizer import END_OF_TEXT, build_tokenizer
-from megatron.lm.tools.convert.tokenizer_files import matching, settings_in, write
+from megatron.lm.tools.convert import tokenizer_files
+from megatron.lm.tools.convert.tokenizer_files import settings_in, write
 
 TEXT = "It's the state of the union: 1,234 words - naïve façade.\n\n  the the 🙂 end"
+
+
+def matching(settings, size):
+    return tokenizer_files.matching(settings.data, settings.model.vocab_size, size)
 
 
 @pytest.fixture
@@ -46,7 +51,7 @@ def test_transformers_makes_the_same_ids(sources, kind, tmp_path):
     assert matching(settings, ours.vocab_size).vocab_size == ours.vocab_size
     out = tmp_path / "out"
     out.mkdir()
-    write(settings, ours, out)
+    write(settings.data, settings.model.max_positions, ours, out)
     theirs = transformers.AutoTokenizer.from_pretrained(out)
     assert theirs(TEXT)["input_ids"] == ours.tokenize(TEXT)
     assert theirs.decode(ours.tokenize(TEXT)) == TEXT
@@ -59,7 +64,7 @@ def test_transformers_makes_the_same_ids(sources, kind, tmp_path):
 
 def test_a_null_tokenizer_has_no_files(tmp_path):
     settings = config("gpt2")
-    write(settings, matching(settings, 60), tmp_path)
+    write(settings.data, settings.model.max_positions, matching(settings, 60), tmp_path)
     assert not list(tmp_path.iterdir())
     assert settings_in(tmp_path) == DataConfig(tokenizer_type="NullTokenizer")
 
@@ -80,7 +85,7 @@ def test_transformers_makes_the_same_ids_from_a_model_like_llama_2_s(legacy, tmp
     ours = matching(settings, 360)
     out = tmp_path / "out"
     out.mkdir()
-    write(settings, ours, out)
+    write(settings.data, settings.model.max_positions, ours, out)
     theirs = transformers.AutoTokenizer.from_pretrained(out)
     assert theirs(TEXT)["input_ids"] == ours.tokenize(TEXT)
     assert theirs.decode(ours.tokenize(TEXT), skip_special_tokens=True) == TEXT
