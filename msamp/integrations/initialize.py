@@ -113,7 +113,7 @@ def initialize(
         recipe: a name in the table or from `msamp.recipes.register`, or a Recipe; None is O2. "fp16-amp" is for `msamp.amp.initialize`.
         opt_level: the same by its short name: "O0" to "O3", or another name of a recipe.
         fp8_recipe: how FP8 GEMMs cast their operands, instead of the recipe's casts: a key of `msamp.recipes.GEMMS`, "delayed",
-            "tensorwise", "blockwise", "blockwise-power-of-two" or "mxfp8".
+            "tensorwise", "blockwise", "blockwise-power-of-two", "mxfp8" or "mxfp8-round-up".
         accept: which linear layers to convert, see `msamp.filters`.
         group: the data-parallel ranks; None is all of torch.distributed, if that is initialized.
         zero: shard the optimizer over the ranks, see `ZeRO` (its `state_dict` is collective); None: as the recipe does (only O3).

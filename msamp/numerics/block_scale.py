@@ -1,4 +1,4 @@
-"""Block scaling: three rules that turn the amax of each block into its scale, and the cast that follows.
+"""Block scaling: four rules that turn the amax of each block into its scale, and the cast that follows.
 
 A block-scaled operand is an FP8 payload and a table of scale_inv, one per block (`msamp.numerics.granularity.Block`). Scaling is just in
 time: a block's scale follows from its own amax, so there are no histories. `fp_max` is the largest value of the format (448 for E4M3, 57344
@@ -9,6 +9,7 @@ for E5M2) and `amax` the largest magnitude in a block. All operations are in FP3
 | `fp32` [DeepSeek-V3, section 3.3.2] | max(amax, fp_max * 2^-126) / fp_max, FP32 | 1 / scale_inv | 1 x 128; weights 128 x 128 |
 | `power-of-two` [Transformer Engine's default for blockwise] | 1 / scale (exact), FP32 | `scale_from_amax` | the same |
 | `e8m0` [OCP Microscaling Formats v1.0, section 6.3] | 2^(floor(log2(amax)) - emax), E8M0 | 1 / scale_inv (exact) | 1 x 32 |
+| `e8m0-up` [Transformer Engine's MXFP8BlockScaling] | 2^ceil(log2(amax / fp_max)), E8M0 | 1 / scale_inv (exact) | 1 x 32 |
 
 The cast is q = cast(x * scale), which rounds to nearest even and saturates at +-fp_max; the dequantized value is q * scale_inv.
 
@@ -23,7 +24,10 @@ The cast is q = cast(x * scale), which rounds to nearest even and saturates at +
   specification prescribes. E5M2 likewise saturates above 1.75 * 2^15. scale_inv is one byte, the exponent with bias 127, clamped to 0 at
   the lower end (2^-127); 254 is never needed, because amax is below 2^128. `values` returns it in FP32.
 
-A block of zeros has scale_inv 1 under the first two rules, and 2^-127 under `e8m0`, as its formula and clamp give. A block that contains
+- `e8m0-up` stores the scale_inv of `power-of-two` in E8M0, so nothing saturates. It differs from `e8m0` where amax is above 448 (E4M3) or
+  57344 (E5M2) times a power of two: in about one block of six of random data, whose scale_inv is twice as large.
+
+A block of zeros has scale_inv 1 under the first two rules, and 2^-127 under E8M0's, as their clamp gives. A block that contains
 NaN or infinity has scale_inv NaN (code 255 in E8M0), so all of its values read back as NaN, and every product with it is NaN. Its elements
 are cast with scale 1.
 
@@ -50,7 +54,7 @@ from msamp.numerics.granularity import Granularity
 from msamp.numerics.quantize import quantize
 from msamp.numerics.scaling import NOT_FINITE, Current, Exact, Scaling, SharedExponent
 
-RULES: dict[str, Scaling] = {"fp32": Exact(), "power-of-two": Current(), "e8m0": SharedExponent()}
+RULES: dict[str, Scaling] = {"fp32": Exact(), "power-of-two": Current(), "e8m0": SharedExponent(), "e8m0-up": SharedExponent(round_up=True)}
 
 
 def by_name(rule: str) -> Scaling:

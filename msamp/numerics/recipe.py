@@ -358,13 +358,14 @@ def _blocks(scaling: Scaling, along: Block, weight: Block) -> Gemms:
 
 # How the operands of the FP8 GEMMs are cast, by the names of Megatron-LM's `--fp8-recipe`. "blockwise" is DeepSeek-V3's, with FP32 scales;
 # "blockwise-power-of-two" has Transformer Engine's power-of-two scales; "mxfp8" shares an exponent over 32 elements [OCP Microscaling
-# v1.0].
+# v1.0]; "mxfp8-round-up" rounds that exponent up, as Transformer Engine's MXFP8BlockScaling.
 GEMMS: dict[str, Gemms] = {
     "delayed": _GEMM,
     "tensorwise": _JUST_IN_TIME,
     "blockwise": _blocks(Exact(), Block(1, 128), Block(128, 128)),
     "blockwise-power-of-two": _blocks(Current(), Block(1, 128), Block(128, 128)),
     "mxfp8": _blocks(SharedExponent(), Block(1, 32), Block(1, 32)),
+    "mxfp8-round-up": _blocks(SharedExponent(round_up=True), Block(1, 32), Block(1, 32)),
 }
 
 FP32 = Recipe(name="fp32", compute=FP32_FORMAT, gemm=None, weight=FP32_FORMAT, states=FP32_STATES)

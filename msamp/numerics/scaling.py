@@ -128,27 +128,34 @@ class Exact(Scaling):
 
 @dataclass(frozen=True)
 class SharedExponent(Scaling):
-    """Just-in-time power-of-two scales that map the amax to the format's last binade, for blocks (E8M0 of OCP Microscaling v1.0).
+    """Just-in-time power-of-two scales, kept in one byte, for blocks (E8M0 of OCP Microscaling v1.0; `msamp.numerics.block_scale`).
 
-    Values above fp_max saturate (`msamp.numerics.block_scale`, rule "e8m0").
+    Attributes:
+        round_up: False maps the amax to the format's last binade, so that values above fp_max saturate (rule "e8m0"). True takes the
+            smallest scale_inv at which none does, as Transformer Engine (rule "e8m0-up").
     """
 
     window: int = field(default=0, init=False)
     kept_dtype: ClassVar[torch.dtype] = torch.uint8
+    round_up: bool = False
 
     def next_scale(self, history: torch.Tensor, fp_max: float, last: torch.Tensor | float = 1.0) -> torch.Tensor:
         amax = history[..., -1]
+        if self.round_up:
+            return scale_from_amax(amax, fp_max, last)
         binade = 2.0 ** math.floor(math.log2(fp_max))
         return scale_from_amax((amax.view(torch.int32) & 0x7F800000).view(torch.float32), binade, last)
 
     def scale_inv(self, amax: torch.Tensor, fp_max: float) -> torch.Tensor:
-        emax = _fields(fp_max)[0] - _EXPONENT_BIAS
+        (exponent_field, mantissa), bits = _fields(fp_max), amax.view(torch.int32)
         # The exponent field of a subnormal amax is 0, which means 2^-127: too large, but it is clamped all the same.
-        exponent = ((amax.view(torch.int32) >> _MANTISSA_BITS) - emax).clamp(min=0)
-        return exponent.masked_fill(~amax.isfinite(), NOT_FINITE).to(torch.uint8)
+        exponent = (bits >> _MANTISSA_BITS) - (exponent_field - _EXPONENT_BIAS)
+        if self.round_up:
+            exponent = exponent + ((bits & ((1 << _MANTISSA_BITS) - 1)) > mantissa).int()
+        return exponent.clamp(min=0).masked_fill(~amax.isfinite(), NOT_FINITE).to(torch.uint8)
 
     def __str__(self) -> str:
-        return "shared exponent"
+        return "shared exponent, rounded up" if self.round_up else "shared exponent"
 
 
 ALGORITHMS = ("max", "most_recent")

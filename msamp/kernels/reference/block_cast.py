@@ -62,12 +62,12 @@ def block_cast(
         amax_slot: FP32, 0-dim, raised in place to the amax of the values (+inf if not finite); None does not measure it.
         rows, columns: of a block, 1 x n or n x n, n a power of two from 16 to 128; blocks at an edge may be short.
         dtype: an FP8 dtype.
-        scale_rule: `fp32`, `power-of-two` or `e8m0` of `msamp.numerics.block_scale`.
+        scale_rule: `fp32`, `power-of-two`, `e8m0` or `e8m0-up` of `msamp.numerics.block_scale`.
         row: return the cast of `x`.
         col: return the cast of its transpose.
 
     Returns:
-        Payload [M, N] row-major of `dtype`; its scale_inv [ceil(M / rows), ceil(N / columns)], FP32 or (`e8m0`) uint8; and the same two of
+        Payload [M, N] row-major of `dtype`; its scale_inv [ceil(M / rows), ceil(N / columns)], FP32 or (E8M0) uint8; and the same two of
         `x.t()`: [N, M], [ceil(N / rows), ceil(M / columns)]. Tables of blocks of one row are column-major and the others row-major, as
         Hopper's GEMM reads them (`msamp.kernels.scaled_mm.block_scaled_mm`). Results that are not requested are empty.
 

@@ -71,7 +71,11 @@ def _scales(
         kept = _group_scale_inv(exponent)
         scale = tl.where(finite, ((254 - exponent) << 23).to(tl.float32, bitcast=True), 1.0)
     else:
-        code = tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - (EXPONENT - 127), 0)
+        bits = amax.to(tl.int32, bitcast=True)
+        code = (bits >> 23) - (EXPONENT - 127)
+        if RULE == "e8m0-up":
+            code += ((bits & 0x7FFFFF) > LIMIT).to(tl.int32)
+        code = tl.maximum(code, 0)
         scale = tl.where(finite, ((254 - code) << 23).to(tl.float32, bitcast=True), 1.0)
         kept = tl.where(finite, code, 255).to(tl.uint8)
     return scale, kept

@@ -122,7 +122,7 @@ def along(x, cast, rule):
     return dequantize_blocks(*quantize_blocks(x, cast.granularity, cast.format, rule), cast.granularity)
 
 
-BLOCKWISE = {"blockwise": "fp32", "blockwise-power-of-two": "power-of-two", "mxfp8": "e8m0"}
+BLOCKWISE = {"blockwise": "fp32", "blockwise-power-of-two": "power-of-two", "mxfp8": "e8m0", "mxfp8-round-up": "e8m0-up"}
 
 
 @every_value
@@ -135,7 +135,7 @@ def test_blockwise_recipes_multiply_what_the_definition_casts(name, rule, kind, 
     y = low(x)
     y.backward(g)
     w, v = low.weight.detach().dequantize(), x.detach()
-    square = name != "mxfp8"
+    square = not name.startswith("mxfp8")
     w8, w8_t = along(w, gemm.weight, rule), along(w, gemm.weight, rule).t() if square else along(w.t(), gemm.weight, rule)
     wanted = {
         "output": (y, along(v, gemm.input, rule) @ w8.t()),

@@ -68,15 +68,37 @@ def test_e8m0_is_the_exponent_of_the_amax_less_that_of_the_format(fmt):
     assert largest.max() < 2.0 ** (emax + 1), "some of these saturate"
 
 
+def transformer_engine_code(amax: torch.Tensor, fp_max: float) -> torch.Tensor:
+    """The E8M0 code of a finite amax by Transformer Engine's `float_to_e8m0` of amax * (1 / fp_max), in integers as written there."""
+    bits = (amax * torch.tensor(1.0 / fp_max)).view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    up = (mantissa > 0) & (exponent != 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
+    return exponent + up.int()
+
+
+@every_fp8
+def test_e8m0_rounded_up_is_transformer_engines_rule_and_loses_no_maximum(fmt):
+    edges = torch.tensor([1.0, fmt.max / 2.0**8, 1.5]) * 2.0 ** torch.arange(-100, 100).reshape(-1, 1)
+    near = torch.cat([(edges.flatten().view(torch.int32) + step).view(torch.float32) for step in (-1, 0, 1)])
+    amax = torch.cat([near, random_floats(100_000).abs()])
+    amax = amax[amax.isfinite()]
+    code = block_scale_inv(amax, fmt, "e8m0-up")
+    assert code.dtype == torch.uint8
+    assert code.int().equal(transformer_engine_code(amax, fmt.max))
+    scale_inv = values(code).double()
+    assert (amax.double() <= fmt.max * scale_inv).all()
+    assert (amax.double() > fmt.max * scale_inv / 2)[code > 0].all(), "no smaller scale_inv holds it"
+
+
 def test_e8m0_saturates_above_the_format_and_the_others_do_not():
     x = torch.full((1, 32), 1.0)
     x[0, 3], x[0, 4] = 1.99, -1.76
-    for rule, want in (("e8m0", 448.0 / 256), ("power-of-two", 2.0), ("fp32", 1.99)):
+    for rule, want in (("e8m0", 448.0 / 256), ("e8m0-up", 2.0), ("power-of-two", 2.0), ("fp32", 1.99)):
         payload, scale_inv = quantize_blocks(x, Block(1, 32), E4M3, rule)
         back = dequantize_blocks(payload, scale_inv, Block(1, 32))
         assert back[0, 3] == pytest.approx(want, rel=1e-6)
         assert back[0, 0] == pytest.approx(1.0, rel=2**-4)
-        assert (payload.float().abs() == 448).sum() == {"e8m0": 2, "power-of-two": 0, "fp32": 1}[rule]
+        assert (payload.float().abs() == 448).sum() == {"e8m0": 2, "e8m0-up": 0, "power-of-two": 0, "fp32": 1}[rule]
 
 
 @each_value(rule=RULES, fmt=[E4M3, E5M2], bad=[NAN, INF, -INF])
@@ -130,4 +152,4 @@ def test_the_next_scale_of_a_rule_is_the_inverse_of_what_it_keeps(rule, fmt):
     assert kept.dtype == RULES[rule].kept_dtype
     differ = RULES[rule].next_scale(amax.unsqueeze(-1), fmt.max) != block_scale(kept)
     assert amax[differ].count_nonzero() == 0
-    assert not differ.any() or rule == "e8m0"
+    assert not differ.any() or rule.startswith("e8m0")
