@@ -129,7 +129,12 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
 def triton_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Where a Triton kernel runs: the CPU under the interpreter, and a GPU in tests marked `gpu`."""
+    """Where a Triton kernel runs: the CPU under the interpreter, and a GPU in tests marked `gpu`.
+
+    The interpreter shows indices, masks and FP32 arithmetic. It cannot show a cast to FP8 by hardware, since its own is wrong (Triton 3.9:
+    inf and 1024 become 256, NaN 384, 1.97 becomes 1.0 without rounding to even): kernels encode by integers there, and only `gpu` tests
+    reach the conversion instructions. Neither can it show the accumulator of `tl.dot`, which is FP32 there, nor races between programs.
+    """
     pytest.importorskip("triton")
     if (request.param == "interpreter") != _interpreting():
         pytest.skip(

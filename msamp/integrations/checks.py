@@ -13,7 +13,7 @@ from msamp.kernels.scaled_mm import warn_if_emulated
 from msamp.nn.convert import Conversion, plan_conversions, planned_weights
 from msamp.nn.expert_layer import Experts
 from msamp.nn.filters import Filter
-from msamp.nn.linear import check_finite
+from msamp.nn.linear import check_finite, check_plain
 from msamp.numerics.recipe import Recipe
 from msamp.numerics.tensor import ScalingTensor
 
@@ -79,6 +79,7 @@ def checked(
 def _check_values(model: nn.Module) -> None:
     """Raise a ValueError for a parameter without values, or with a dtype that cannot be trained in low precision."""
     for name, p in model.named_parameters():
+        check_plain(p, name)
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ValueError(f"{name} belongs to a lazy module and has no shape yet; run a forward with one batch before msamp.initialize")
         if p.is_meta:

@@ -50,8 +50,18 @@ from msamp.numerics.tensor import ScalingTensor
 from msamp.numerics.tensor_ops import watch
 
 
+def check_plain(values: torch.Tensor, name: str) -> None:
+    """Raise a ValueError that names the weight if another library quantized it: its tensor is a subclass with its own `dequantize`."""
+    if not isinstance(values, ScalingTensor) and type(values).dequantize is not torch.Tensor.dequantize:
+        raise ValueError(
+            f"{name} is a {type(values).__module__}.{type(values).__name__}, which another library quantized; pass the model in its "
+            "floating-point form, as in nn.Parameter(weight.dequantize())"
+        )
+
+
 def check_finite(values: torch.Tensor, name: str) -> None:
-    """Raise a ValueError that names the weight if any value is NaN or infinite."""
+    """Raise a ValueError that names the weight if any value is NaN or infinite, or as `check_plain`."""
+    check_plain(values, name)
     bad = int((~torch.isfinite(values.detach())).sum())
     if bad:
         raise ValueError(f"{name} holds {bad} values that are NaN or infinite; a weight must be finite: check the checkpoint it came from")

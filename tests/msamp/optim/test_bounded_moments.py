@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import msamp
 from helpers.choices import each_once
 from msamp.kernels.reference.adamw import Hyper
 from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, FP16, FP32, Format
@@ -175,3 +176,27 @@ def test_other_momenta_stop_with_their_gradient(update, rounding):
     momentum = own_values(optimizer.state[p]["momentum_buffer"])
     assert torch.count_nonzero(momentum) == 1
     assert float((p.detach() - half).flatten()[1:].abs().max()) <= 0.01 * LR
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "coat"])
+def test_a_second_moment_far_below_its_neighbours_makes_no_large_step(level: str):
+    """Where torchao's AdamWFp8 steps by -46 at lr 1e-3: v is 1e-6 of the largest, and the next gradients are 0.
+
+    At O3 and coat the weight itself is E4M3, so one step of the master of at most the learning rate can move it by one code: 2^-7 where the
+    weight is above 2^-4 and its scale_inv 2^-12. That is the largest step seen there, 7.8 learning rates.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(256, 256, bias=False)
+    nn.init.normal_(model.weight, std=0.02)
+    model, optimizer = msamp.initialize(model, torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0), recipe=level)
+    p = model.weight
+    for step in range(6):
+        weight, master = msamp.fp32_values(p).clone(), msamp.fp32_values(optimizer.state[p].get("master", p)).clone()
+        p.grad = torch.full(p.shape, 1e-3 if step == 0 else 0.0)
+        p.grad[0, 0] = float(step == 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step or "master" not in optimizer.state[p]:
+            assert (msamp.fp32_values(optimizer.state[p].get("master", p)) - master).abs().max() <= 1.05 * LR
+        code = 32 * float(p.scale_inv) if level in ("O3", "coat") else 0.05 * LR  # E4M3's spacing in its largest binade
+        assert (msamp.fp32_values(p) - weight).abs().max() <= max(code, 1.05 * LR)

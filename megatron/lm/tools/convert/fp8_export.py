@@ -7,7 +7,8 @@
 | deepseek | DeepSeek-V3's | `weight_scale_inv` [N / 128, K / 128] | one scale per token and 128 channels |
 
 The linear layers inside the transformer layers are quantized, everything else is BF16. `weight` is float8_e4m3fn [out, in]; its FP32 scales
-multiply back (our scale_inv). A block's scale is amax / 448 [DeepSeek-V3, section 3.3.2].
+multiply back (our scale_inv). A block's scale is amax / 448 [DeepSeek-V3, section 3.3.2]; in `block` the next BF16 number above it, since
+compressed-tensors rounds scales to BF16 when it loads a model in BF16, and with the codes of another scale values would be wrong.
 
 A weight that training stored in E4M3 with one scale is copied bit for bit into each layout: the model was trained with these values, and a
 second rounding would change them. Its blocks all have that scale.
@@ -25,9 +26,10 @@ from torch import Tensor
 from megatron.lm.tools.convert.architectures import GPT2
 from megatron.lm.tools.convert.hugging_face import unpadded
 from megatron.lm.tools.convert.layouts import Rule
-from msamp.numerics.block_scale import quantize_blocks
+from msamp.numerics.block_scale import block_scale, quantize_blocks
 from msamp.numerics.formats import E4M3
 from msamp.numerics.granularity import Block
+from msamp.numerics.quantize import quantize
 from msamp.numerics.tensor import ScalingTensor
 
 FP8Layout = Literal["tensor", "block", "deepseek"]
@@ -136,7 +138,7 @@ def fp8_tensors(
             yield from zip(rule.theirs, rule.split(unpadded(rule, values[rule.ours]).bfloat16()), strict=True)
             continue
         saved = weight(rule.ours)
-        parts = _with_one_scale(rule, values, saved) if layout == "tensor" else _with_blocks(rule, values, saved)
+        parts = _with_one_scale(rule, values, saved) if layout == "tensor" else _with_blocks(rule, values, saved, layout == "block")
         suffix = "_scale_inv" if layout == "deepseek" else "_scale"
         for name, (payload, scale_inv) in zip(rule.theirs, parts, strict=True):
             if not scale_inv.isfinite().all():
@@ -158,9 +160,16 @@ def _with_one_scale(rule: Rule, values: Mapping[str, Tensor], saved: Tensor) -> 
     return [(part.view(torch.float8_e4m3fn), whole.scale_inv.detach().reshape(1).clone()) for part in parts]
 
 
-def _with_blocks(rule: Rule, values: Mapping[str, Tensor], saved: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """(E4M3 payload, FP32 scale_inv of its 128 x 128 blocks) of each of their parts."""
+def _with_blocks(rule: Rule, values: Mapping[str, Tensor], saved: Tensor, in_bf16: bool) -> list[tuple[Tensor, Tensor]]:
+    """(E4M3 payload, FP32 scale_inv of its 128 x 128 blocks) of each of their parts; `in_bf16`: scales that BF16 holds."""
     if _is_e4m3(saved):
         parts = _with_one_scale(rule, values, saved)
         return [(payload, scale_inv.expand(_BLOCK.scales_shape(payload.shape)).contiguous()) for payload, scale_inv in parts]
-    return [quantize_blocks(part, _BLOCK, E4M3, "fp32") for part in rule.split(unpadded(rule, values[rule.ours]))]
+    blocks = []
+    for part in rule.split(unpadded(rule, values[rule.ours])):
+        payload, scale_inv = quantize_blocks(part, _BLOCK, E4M3, "fp32")
+        if in_bf16:
+            scale_inv = ((scale_inv.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)  # up, so that nothing saturates
+            payload = quantize(part, _BLOCK.spread(block_scale(scale_inv), part.shape), E4M3)
+        blocks.append((payload, scale_inv))
+    return blocks

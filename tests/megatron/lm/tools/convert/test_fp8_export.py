@@ -154,6 +154,22 @@ def test_transformers_computes_with_the_values_of_blocks(name, layout, tmp_path)
         assert agree(model.eval()(tokens(VOCABULARY)).logits, ours, numerics.HF_LOGITS)
 
 
+def test_the_scales_of_blocks_survive_a_reader_that_loads_them_in_bf16():
+    settings = config("llama", **WIDE)
+    weights = separate(random_weights(settings))
+    rules = hf_rules(settings, VOCABULARY, list(weights))
+    theirs = dict(fp8_tensors(rules, weights, weights.__getitem__, (), "block"))
+    scales = {key: x for key, x in theirs.items() if key.endswith("_scale")}
+    assert scales
+    for key, x in scales.items():
+        assert x.bfloat16().float().equal(x), key
+        weight = theirs[key.removesuffix("_scale")]
+        assert weight.float().abs().amax() == 448
+        exact = dict(fp8_tensors(rules, weights, weights.__getitem__, (), "deepseek"))[f"{key}_inv"]
+        assert (x >= exact).all()
+        assert (x <= exact * (1 + 2**-7)).all()
+
+
 def test_weights_that_blocks_do_not_divide_are_refused():
     settings = config("llama", **(WIDE | {"ffn_hidden_size": 192}))
     rules = hf_rules(settings.model, VOCABULARY, list(random_weights(settings)))
