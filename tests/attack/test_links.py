@@ -38,6 +38,38 @@ def test_a_checkpoint_folder_with_a_link(prefix: Path, precious: Path, tmp_path:
     assert precious.read_text() == "precious"
 
 
+def test_a_folder_of_non_persistent_checkpoints_that_leads_elsewhere_is_refused(prefix: Path, tmp_path: Path):
+    """A run there wrote `.lock` and `iter_N` into the target, and deleted the checkpoints that its own run had there."""
+    save, elsewhere = tmp_path / "save", tmp_path / "elsewhere"
+    tiny.run(tiny.config(prefix, save=str(save), **SETTINGS))
+    shutil.copytree(save, elsewhere)
+    before = {path: path.read_bytes() for path in elsewhere.rglob("*") if path.is_file()}
+    (save / "non_persistent").symlink_to(elsewhere)
+    for more in ({"load": str(save)}, {}):
+        settings = tiny.config(prefix, save=str(save), non_persistent_save_interval=1, **(SETTINGS | more | {"train_iters": 4}))
+        with pytest.raises(ValueError, match="non_persistent is a link"):
+            tiny.run(settings)
+    assert {path: path.read_bytes() for path in elsewhere.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["iter_0000001", "iter_0000002.partial", "iter_0000002.replaced", "iter_0000002"])
+def test_a_checkpoint_that_is_a_link_is_replaced_or_deleted_without_its_target(prefix: Path, tmp_path: Path, name: str):
+    save, elsewhere = tmp_path / "save", tmp_path / "elsewhere"
+    tiny.run(tiny.config(prefix, save=str(elsewhere), **SETTINGS))
+    before = {path: path.read_bytes() for path in elsewhere.rglob("*") if path.is_file()}
+    save.mkdir()
+    (save / name).symlink_to(elsewhere / "iter_0000002")
+    settings = tiny.config(prefix, save=str(save), save_interval=1, keep_last=1, **SETTINGS)
+    if not name.endswith(".partial"):
+        with pytest.raises(ValueError, match="--save"):
+            tiny.run(settings)
+    else:
+        tiny.run(settings)
+        assert marked_iteration(save) == 2
+        assert not (save / name).is_symlink()
+    assert {path: path.read_bytes() for path in elsewhere.rglob("*") if path.is_file()} == before
+
+
 @pytest.mark.parametrize("kind", ["files", "old partials"])
 def test_a_dataset_with_links_in_its_index_cache(prefix: Path, precious: Path, tmp_path: Path, kind: str):
     data = shutil.copytree(prefix.parent, tmp_path / "data") / prefix.name

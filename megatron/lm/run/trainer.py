@@ -38,6 +38,7 @@ from megatron.lm.run.start import with_checkpoint
 from megatron.lm.run.step_watch import LAUNCHER_GONE, StepVerdict, StepWatch
 from megatron.lm.run.watchdog import IN_STEP, READING, Watchdog, leave_if_alone
 from megatron.lm.shell.exit_codes import lost_connection
+from megatron.lm.shell.files import not_a_link
 from megatron.lm.shell.logs import cut_after
 from megatron.lm.step import RareStepObserver, evaluate, train_step
 from megatron.lm.training.fp8_guard import check_guard, guarded
@@ -102,7 +103,7 @@ class Trainer:
         again = self.training.iteration if self.config.checkpoint.resumes_itself else 0
         all_or_none(partial(self.metrics.open, again), "{}: choose another --metrics-file or --tensorboard-dir")
         if logging.wandb_project is not None:
-            folder = logging.wandb_save_dir or os.path.join(str(save), "wandb")
+            folder = logging.wandb_save_dir or str(not_a_link(Path(str(save), "wandb")))
             all_or_none(
                 partial(self.metrics.open_wandb, folder, settings_by_name(self.config), rank_0_decides(lambda: self.training.run.id))
             )

@@ -109,11 +109,16 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def own_folder(path: Path) -> None:
-    """Create a folder for files of a run, with its parents, if it does not exist; raise a ValueError if it is a link."""
+def not_a_link(path: Path) -> Path:
+    """Return the path of a folder that the product names inside a folder of unknown origin; raise a ValueError if it is a link."""
     if path.is_symlink():
         raise ValueError(f"{path} is a link, and files would be written to its target: delete the link, or choose another path")
-    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def own_folder(path: Path) -> None:
+    """Create such a folder, with its parents, if it does not exist; raise a ValueError if it is a link."""
+    not_a_link(path).mkdir(parents=True, exist_ok=True)
 
 
 @contextlib.contextmanager

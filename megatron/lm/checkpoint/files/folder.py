@@ -89,7 +89,7 @@ def digest_entries(files: Iterable[Path]) -> dict[str, Any]:
 def new_partial_folder(folder: Path) -> Path:
     """Create an empty folder for a checkpoint, deleting files of a killed save."""
     partial = partial_folder(folder)
-    shutil.rmtree(partial, ignore_errors=True)
+    _delete(partial)
     partial.mkdir(parents=True)
     return partial
 
@@ -312,7 +312,7 @@ def publish(folder: Path, *, mark: bool = True) -> None:
     """
     aside = folder.with_name(folder.name + ".replaced")
     if folder.exists():  # a restarted run has saved this iteration before
-        shutil.rmtree(aside, ignore_errors=True)
+        _delete(aside)
         folder.rename(aside)
     partial_folder(folder).rename(folder)
     flush(folder.parent)
@@ -330,8 +330,15 @@ def _mark(folder: Path) -> None:
 def remove(folder: Path) -> None:
     """Delete a checkpoint; a kill in between leaves nothing that looks complete."""
     if folder.exists():
-        shutil.rmtree(partial_folder(folder), ignore_errors=True)
-        shutil.rmtree(folder.rename(partial_folder(folder)), ignore_errors=True)
+        _delete(partial_folder(folder))
+        _delete(folder.rename(partial_folder(folder)))
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder with its contents; of a link, the link alone."""
+    if folder.is_symlink():
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def prune(newest: Path, keep: int) -> None:
@@ -361,7 +368,7 @@ def tidy(root: Path) -> list[str]:
     said = []
     for path in sorted(root.glob("iter_*.partial")):
         if iteration_of(path.with_suffix("")) is not None:
-            shutil.rmtree(path)
+            _delete(path)
             said.append(f"deleted {path} of an interrupted save")
     if marked_iteration(root) is None:
         try:

@@ -22,12 +22,14 @@ from megatron.lm.checkpoint.files.folder import (
     tidy,
 )
 from megatron.lm.config import LATEST_CHECKPOINT_FILE, CheckpointConfig
+from megatron.lm.shell.files import not_a_link
 
 
 def folder_of(settings: CheckpointConfig, root: str | Path) -> Path | None:
-    """Return the folder of non-persistent checkpoints for `root`; None without `--non-persistent-save-interval`."""
+    """Return the folder of non-persistent checkpoints for `root`; None without `--non-persistent-save-interval`. ValueError if it is not
+    named by a flag and is a link: saves would write to its target and delete there."""
     name = settings.non_persistent_folder(str(root))
-    return None if name is None else Path(name)
+    return None if name is None else Path(name) if settings.non_persistent_global_ckpt_dir else not_a_link(Path(name))
 
 
 def any_in(settings: CheckpointConfig, root: Path) -> bool:

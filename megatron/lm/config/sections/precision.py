@@ -107,9 +107,8 @@ class PrecisionConfig(RecipeConfig):
 
     fp8_recipe: str | None = setting(
         "scaling of the operands of FP8 GEMMs: per tensor, by the amaxes of past steps (delayed) or the current one (tensorwise), per "
-        "block of 128, with FP32 scales as in DeepSeek-V3 or powers of two, or per block of 32 with shared exponents (mxfp8: by "
-        "OCP's rule; mxfp8-round-up: by Transformer Engine's, as Megatron-LM's mxfp8); derived: the resumed checkpoint's, else the "
-        "recipe's own: delayed at O1 to O3 and tensorwise with coat",
+        "block of 128, with FP32 scales as in DeepSeek-V3 or powers of two, or per block of 32 by OCP's rule (mxfp8) or Transformer "
+        "Engine's (mxfp8-round-up); derived: the resumed checkpoint's, else the recipe's own: delayed at O1 to O3 and tensorwise with coat",
         None,
         choices=gemm_names,
     )

@@ -12,6 +12,7 @@ A run that ends earlier writes what it has. A run that fails writes no trace, be
 import contextlib
 import os
 import pickle
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 import torch
 
 from megatron.lm.config import ProfilingConfig
+from megatron.lm.shell.files import written_aside
 from megatron.lm.shell.logs import Unwritten
 
 HISTORY_ENTRIES = 100_000  # allocations and frees, with their stacks
@@ -125,11 +127,9 @@ class Profiles:
     def report(self, iteration: int) -> None:
         """Write the memory snapshot, at `--log-interval`."""
         if self._remembers:
-            with self._unwritten.endured(f"--memory-snapshot-path {self.settings.memory_snapshot_path}"):
-                partial = f"{self.settings.memory_snapshot_path}.partial"
-                with open(partial, "wb") as stream:
-                    pickle.dump(torch.cuda.memory._snapshot(), stream)
-                os.replace(partial, self.settings.memory_snapshot_path)
+            path = Path(self.settings.memory_snapshot_path)
+            with self._unwritten.endured(f"--memory-snapshot-path {path}"), written_aside(path) as stream:
+                pickle.dump(torch.cuda.memory._snapshot(), stream)
 
     def close(self, *, failed: bool = False) -> None:
         """End a profile that is still running, and the memory history. May be called twice."""
@@ -153,5 +153,7 @@ class Profiles:
         name = f"rank-{self.rank}.iterations-{self._first}-{self._last}.pt.trace.json.gz"
         with self._unwritten.endured(f"--tensorboard-dir {self._folder}"):
             self._folder.mkdir(parents=True, exist_ok=True)
-            profile.export_chrome_trace(str(self._folder / name))
+            with tempfile.TemporaryDirectory(dir=self._folder) as scratch:  # torch would write through a link at the name
+                profile.export_chrome_trace(os.path.join(scratch, name))
+                os.replace(os.path.join(scratch, name), self._folder / name)
             print(f"profile of iterations {self._first} to {self._last}, rank {self.rank}: {self._folder / name}", flush=True)
