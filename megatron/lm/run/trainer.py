@@ -1,7 +1,6 @@
 """The training loop: train, evaluate, log, save."""
 
 import contextlib
-import os
 import time
 from dataclasses import replace
 from functools import partial
