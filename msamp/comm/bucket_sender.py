@@ -12,7 +12,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch import Tensor
 from msamp.comm.bucket import Bucket
 from msamp.comm.collectives import OtherRanks, Peers
 from msamp.comm.exchange import Exchange, PlainWire, Reduced, SummingWire, Wire
-from msamp.comm.grad_scaling import ABSENT, GRAD_SCALINGS, MU_RULES, AutoScale, GradScaling, proposals_of, propose_scales, scales_of
+from msamp.comm.grad_scaling import ABSENT, MU_RULES, AutoScale, GradScaling, proposals_of, propose_scales, scales_of
 from msamp.comm.statistics import SATURATED, SUM_SATURATED, Statistics
 from msamp.numerics.formats import Format
 from msamp.numerics.tensor import ScalingTensor, fp32_values
@@ -94,7 +94,7 @@ class BucketSender:
         own_proposals: FP32 [parameters], see `GradSync`.
 
     Raises:
-        ValueError: an adaptive mu with an exchange whose averages and payloads have different formats, or with `others`.
+        ValueError: an adaptive mu with `others`.
     """
 
     def __init__(
@@ -112,7 +112,6 @@ class BucketSender:
         self.peers, self.exchange, self.scaling, self.shard, self.others = peers, exchange, scaling, shard, others
         self._several = peers.ranks > 1 or (others is not None and others.peers.ranks > 1)
         self.wires: dict[Format, Wire] = {f: exchange.wire(f) if f.scaled else PlainWire(f) for f in {b.format for b in buckets}}
-        _check_mu_sees_overflow(exchange, scaling, self.wires)
         if scaling.adapts and others is not None:
             raise ValueError(
                 f"gradient scaling {scaling.name!r} does not support parameters that other ranks average; choose exchange 'fp32-sum', "
@@ -286,15 +285,3 @@ def _slices(buckets: Sequence[Bucket], sizes: Sequence[int]) -> dict[Bucket, sli
     """Return the slice of each bucket's tensors in an array over all buckets."""
     ends = list(itertools.accumulate(sizes))
     return {bucket: slice(end - size, end) for bucket, size, end in zip(buckets, sizes, ends, strict=True)}
-
-
-def _check_mu_sees_overflow(exchange: Exchange, scaling: GradScaling, wires: Mapping[Format, Wire]) -> None:
-    """Raise a ValueError if mu could not see overflow: saturated averages only show it if payloads and averages have one format."""
-    for fmt, wire in wires.items():
-        if scaling.adapts and wire.format != fmt:
-            others = [name for name in exchange.scalings if not GRAD_SCALINGS[name].adapts]
-            raise ValueError(
-                f"gradient scaling {scaling.name!r} detects overflow only if averages have the payloads' format, but exchange {exchange} "
-                f"turns {wire.format} payloads into {fmt}; choose gradient scaling {' or '.join(map(repr, others)) or 'none'}, or another "
-                "exchange"
-            )

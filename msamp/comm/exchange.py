@@ -196,24 +196,12 @@ class Exchange:
             the error of the sum is unknown.
         scalings: names of the supported gradient scalings against overflow, the default first; empty if the sum cannot overflow. "post"
             leaves the sum without headroom.
-
-    Raises:
-        ValueError: an unknown scaling, or any scaling for a sum in FP32, which does not overflow.
     """
 
     name: str
     wire: Callable[[Format], Wire]
     sums_in_fp32: bool
     scalings: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for scaling in self.scalings:
-            check_grad_scaling(scaling)
-        if self.sums_in_fp32 and self.scalings:
-            raise ValueError(
-                f"gradient exchange {self.name!r} sums in FP32, which does not overflow, but has scalings {', '.join(self.scalings)} "
-                "against overflow; leave out one of the two"
-            )
 
     def __str__(self) -> str:
         return self.name

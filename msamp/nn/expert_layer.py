@@ -102,7 +102,7 @@ class Experts(nn.Module):
             if torch.compiler.is_compiling() and not _UNCOMPILED:
                 _UNCOMPILED.append(torch.compiler.disable(_fp8_experts))  # not as a decorator, since it imports the compiler
             run = _UNCOMPILED[0] if torch.compiler.is_compiling() else _fp8_experts
-            return run(x, probs, experts, fc1, fc2, ranks, self.recompute_fc1)
+            return run(self, x, probs, experts)
         weights = (fc1.stacked(), fc2.stacked()) if isinstance(fc1, ExpertMatrices) else (fc1, fc2)  # a float copy, or not converted
         if ranks is None:
             return plain_experts(x, probs, experts, *weights)
@@ -137,21 +137,15 @@ class HostExperts(Experts):
         return y.to(hidden_states.dtype)
 
 
-def _fp8_experts(
-    x: torch.Tensor,
-    probs: torch.Tensor,
-    experts: torch.Tensor,
-    fc1: ExpertMatrices,
-    fc2: ExpertMatrices,
-    ranks: ExpertRanks | None,
-    recompute: bool,
-) -> torch.Tensor:
-    check_transforms(fc1.matrices[0].label, x)  # type: ignore[attr-defined]
+def _fp8_experts(layer: Experts, x: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    fc1, fc2 = (getattr(layer, name) for name in layer.weight_names)
+    check_transforms(fc1.matrices[0].label, x)
     (fc1_weight, fc1_operands), (fc2_weight, fc2_operands) = fc1(), fc2()
     record = torch.is_grad_enabled()
     x_slot, grad_fc1 = fc1.scaling.slots(record)
     activated, grad_fc2 = fc2.scaling.slots(record)
-    settings = ExpertSettings(fc1.scaling.gemm, fc1_operands, fc2_operands, x_slot, activated, grad_fc1, grad_fc2, ranks, recompute)
+    slots = x_slot, activated, grad_fc1, grad_fc2
+    settings = ExpertSettings(fc1.scaling.gemm, fc1_operands, fc2_operands, *slots, layer.ranks, layer.recompute_fc1)
     return ExpertsFunction.apply(activation(x), probs, experts, fc1_weight, fc2_weight, settings)
 
 

@@ -23,6 +23,7 @@ ranks, tokens and grad_output are gathered after their cast, and the sums of the
 Next: `msamp.kernels.triton.grouped_mm` explains the GEMMs and `msamp.kernels.reference.group_tokens` the order of the rows.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -99,34 +100,7 @@ class ExpertSettings(NamedTuple):
     def fc1_output(self, x8: torch.Tensor, scale_inv: torch.Tensor, groups: "ExpertGroups", top_k: int, dtype: torch.dtype) -> torch.Tensor:
         """Return FC1's output [R, 2F] from the codes of the tokens."""
         rows, _ = ops.permute(x8, groups.source, top_k, row=True, end=groups.end)
-        return self.output(rows, self.fc1, groups, scale_inv, dtype)
-
-    def output(
-        self, rows: torch.Tensor, w: ExpertWeights, groups: "ExpertGroups", scale_inv: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return the forward product of every expert."""
-        fast = self.gemm.output.fast
-        return ops.grouped_mm(rows, w.rows, groups.offsets, scale_inv, w.scale_inv, dtype, fast_accum=fast, tiles=groups.tiles)
-
-    def grad_input(
-        self, rows: torch.Tensor, w: ExpertWeights, groups: "ExpertGroups", scale_inv: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return the input gradient of every expert."""
-        fast = self.gemm.grad_input.fast
-        return ops.grouped_mm(rows, w.columns, groups.offsets, scale_inv, w.scale_inv, dtype, fast_accum=fast, tiles=groups.tiles)
-
-    def grad_weight(
-        self,
-        g_t: torch.Tensor,
-        x_t: torch.Tensor,
-        groups: "ExpertGroups",
-        g_scale_inv: torch.Tensor,
-        scale_inv: torch.Tensor,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """Return the weight gradients of all experts, [E, N, K]."""
-        fast = self.gemm.grad_weight.fast
-        return ops.grouped_mm_grad_weight(g_t, x_t, groups.offsets, g_scale_inv, scale_inv, dtype, fast_accum=fast, aligned=True)
+        return groups.product(rows, self.fc1.rows, scale_inv, self.fc1.scale_inv, dtype, fast=self.gemm.output.fast)
 
 
 class ExpertGroups(NamedTuple):
@@ -142,6 +116,12 @@ class ExpertGroups(NamedTuple):
         """The end of the last expert's rows, int32 [1]. Rows from there on are room for another load: no kernel computes them."""
         return self.offsets[-1:]
 
+    def product(
+        self, x: torch.Tensor, w: torch.Tensor, x_scale_inv: torch.Tensor, w_scale_inv: torch.Tensor, dtype: torch.dtype, *, fast: bool
+    ) -> torch.Tensor:
+        """Return the product of every expert, of its rows of `x` with its matrix of `w`."""
+        return ops.grouped_mm(x, w, self.offsets, x_scale_inv, w_scale_inv, dtype, fast_accum=fast, tiles=self.tiles)
+
     @classmethod
     def of(cls, experts: torch.Tensor, count: int) -> "ExpertGroups":
         """Group the tokens of `experts` [tokens, top-k] by `count` experts."""
@@ -149,30 +129,9 @@ class ExpertGroups(NamedTuple):
         return cls(offsets, source, places, ops.grouped_tiles(offsets, source.shape[0], GROUP_ALIGNMENT))
 
 
-def check(
-    x: torch.Tensor,
-    probs: torch.Tensor,
-    experts: torch.Tensor,
-    fc1_weight: torch.Tensor,
-    fc2_weight: torch.Tensor,
-    settings: ExpertSettings,
-) -> None:
-    """Raise a ValueError for arguments that `ExpertsFunction` does not support."""
-    gemm = settings.gemm
-    if not gemm.fusible:
-        raise ValueError(f"experts need one scale per tensor, from its amax or history; input is cast as {gemm.input}: use O1, O2 or O3")
-    ranks = 1 if settings.ranks is None else settings.ranks.ranks
-    shapes = check_tokens(x, probs, experts, fc1_weight.shape, fc2_weight.shape, ranks)
-    operands = tuple(settings.fc1.rows.shape), tuple(settings.fc2.rows.shape)
-    if operands != shapes:
-        raise ValueError(f"FP8 weights are {operands[0]} and {operands[1]}; they must be {shapes[0]} and {shapes[1]}, as their weights are")
-
-
-def check_tokens(
-    x: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor, fc1: torch.Size, fc2: torch.Size, ranks: int = 1
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of the weights, `fc1` and `fc2`; ValueError if they do not fit each other, x, probs and experts. `ranks`: whose
-    tokens probs and experts are for."""
+def check_tokens(x: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor, fc1: torch.Size, fc2: torch.Size, ranks: int = 1) -> None:
+    """Raise a ValueError if the shapes of the weights, `fc1` and `fc2`, do not fit each other, x, probs and experts. `ranks`: whose tokens
+    probs and experts are for."""
     tokens, hidden = x.shape if x.ndim == 2 else (-1, -1)
     if tokens < 0 or probs.dtype != torch.float32 or probs.ndim != 2 or probs.shape != experts.shape or probs.shape[0] != ranks * tokens:
         of_all = f"{ranks} x " if ranks > 1 else ""
@@ -180,12 +139,10 @@ def check_tokens(
             f"x is {tuple(x.shape)}, probs are {probs.dtype} {tuple(probs.shape)} and experts {tuple(experts.shape)}; they must be "
             f"[tokens, hidden], torch.float32 [{of_all}tokens, top-k] and [{of_all}tokens, top-k]"
         )
-    shapes = (fc1[0], 2 * fc2[-1], hidden), (fc1[0], hidden, fc2[-1])
-    if (tuple(fc1), tuple(fc2)) != shapes:
+    if (tuple(fc1), tuple(fc2)) != ((fc1[0], 2 * fc2[-1], hidden), (fc1[0], hidden, fc2[-1])):
         raise ValueError(
             f"weights are {tuple(fc1)} and {tuple(fc2)} for {hidden} features; they must be [E, 2F, hidden] and [E, hidden, F]"
         )
-    return shapes
 
 
 class ExpertsFunction(torch.autograd.Function):
@@ -207,8 +164,12 @@ class ExpertsFunction(torch.autograd.Function):
         fc2_weight: torch.Tensor,
         settings: ExpertSettings,
     ) -> torch.Tensor:
-        check(x, probs, experts, fc1_weight, fc2_weight, settings)
         gemm, top_k = settings.gemm, probs.shape[1]
+        if not gemm.fusible:
+            raise ValueError(
+                f"experts need one scale per tensor, from its amax or history; input is cast as {gemm.input}: use O1, O2 or O3"
+            )
+        check_tokens(x, probs, experts, fc1_weight.shape, fc2_weight.shape, 1 if settings.ranks is None else settings.ranks.ranks)
         x_scale_inv, gathered = settings.start_cast(x, settings.x, gemm.input, "expert tokens all-gather")
         groups = ExpertGroups.of(experts, settings.fc1.rows.shape[0])
         x8 = gathered()
@@ -219,7 +180,8 @@ class ExpertsFunction(torch.autograd.Function):
         a8, a_scale_inv = ops.expert_swiglu(y, weights, slot.scale, slot.amax, gemm.input.format.dtype, end=end)
         if slot.watch is not None:
             slot.watch(ops.expert_swiglu(y, weights, None, None, torch.float32)[0], a8, a_scale_inv)
-        partial = ops.unpermute(settings.output(a8, settings.fc2, groups, a_scale_inv, x.dtype), groups.places)
+        w, scale_inv = settings.fc2.rows, settings.fc2.scale_inv
+        partial = ops.unpermute(groups.product(a8, w, a_scale_inv, scale_inv, x.dtype, fast=gemm.output.fast), groups.places)
         out = settings.start_sum(partial, gemm.input, "expert output reduce-scatter")()
         ctx.save_for_backward(x8, x_scale_inv, None if settings.recompute else y, weights, a_scale_inv, *groups)
         ctx.settings, ctx.weight_dtypes, ctx.top_k, ctx.dtype = settings, (fc1_weight.dtype, fc2_weight.dtype), top_k, x.dtype
@@ -236,7 +198,8 @@ class ExpertsFunction(torch.autograd.Function):
             grad_output.contiguous(), settings.grad_fc2, gemm.grad_output, "expert grad_output all-gather"
         )
         rows, rows_t = ops.permute(gathered(), groups.source, ctx.top_k, row=True, col=True, end=groups.end)
-        grad_a = settings.grad_input(rows, settings.fc2, groups, g_scale_inv, dtype)
+        fast, offsets = gemm.grad_input.fast, groups.offsets
+        grad_a = groups.product(rows, settings.fc2.columns, g_scale_inv, settings.fc2.scale_inv, dtype, fast=fast)
         del rows
         y = settings.fc1_output(x8, x_scale_inv, groups, ctx.top_k, ctx.dtype) if y is None else y
         slot, cast = settings.grad_fc1, gemm.grad_output.format.dtype
@@ -246,19 +209,22 @@ class ExpertsFunction(torch.autograd.Function):
         )  # fmt: skip
         if slot.watch is not None:
             slot.watch(expert_swiglu_gradient(grad_a, y, weights), grad_y, y_scale_inv)
+        grad_weights = functools.partial(ops.grouped_mm_grad_weight, fast_accum=gemm.grad_weight.fast, aligned=True)
         grad_probs = grad_fc1 = grad_fc2 = sums = None
         if needs_fc2:
-            grad_fc2 = settings.grad_weight(rows_t, a_t, groups, g_scale_inv, a_scale_inv, ctx.weight_dtypes[1])
+            grad_fc2 = grad_weights(rows_t, a_t, offsets, g_scale_inv, a_scale_inv, ctx.weight_dtypes[1])
         del rows_t, a_t, grad_a, y
         if needs_probs:
             per_row = torch.cat([parts.sum(0), parts.new_zeros(1)])  # -1, an expert of another rank, reads the zero
             grad_probs = per_row[groups.places]
         if needs_x:
-            partial = ops.unpermute(settings.grad_input(grad_y, settings.fc1, groups, y_scale_inv, dtype), groups.places)
+            partial = ops.unpermute(
+                groups.product(grad_y, settings.fc1.columns, y_scale_inv, settings.fc1.scale_inv, dtype, fast=fast), groups.places
+            )
             # It travels while grad_weight is computed.
             sums = settings.start_sum(partial, gemm.grad_output, "expert grad_input reduce-scatter")
         del grad_y
         if needs_fc1:
             _, x_t = ops.permute(x8, groups.source, ctx.top_k, col=True, end=groups.end)
-            grad_fc1 = settings.grad_weight(grad_y_t, x_t, groups, y_scale_inv, x_scale_inv, ctx.weight_dtypes[0])
+            grad_fc1 = grad_weights(grad_y_t, x_t, offsets, y_scale_inv, x_scale_inv, ctx.weight_dtypes[0])
         return None if sums is None else sums(), grad_probs, None, grad_fc1, grad_fc2, None

@@ -47,6 +47,7 @@ from msamp.numerics.recipe import Cast, Gemms, Product
 from msamp.numerics.scaling import inverse
 from msamp.numerics.tensor import ScalingTensor
 
+Combine = Callable[[torch.Tensor], torch.Tensor]  # this rank's amax, FP32 0-dim -> that of all ranks
 Scales = tuple[torch.Tensor, torch.Tensor]  # of a stored weight, as `LinearScaling.weight_scales` returns them
 
 
@@ -98,9 +99,7 @@ class Operand(NamedTuple):
 class GranularityKernels(Protocol):
     """How one granularity casts operands and multiplies them."""
 
-    def cast(
-        self, x: torch.Tensor, slot: CastScales, cast: Cast, row: bool, col: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None
-    ) -> Operand:
+    def cast(self, x: torch.Tensor, slot: CastScales, cast: Cast, row: bool, col: bool, combine: Combine | None) -> Operand:
         """`x` [M, K] in the requested layouts; see `cast_operand`."""
 
     def weight(self, payload: torch.Tensor, scales: Scales, cast: Cast, transpose: bool) -> Operand:
@@ -113,9 +112,7 @@ class GranularityKernels(Protocol):
 class _Tensorwise:
     """One scale per tensor: kernels cast and multiply, and one read writes both layouts."""
 
-    def cast(
-        self, x: torch.Tensor, slot: CastScales, cast: Cast, row: bool, col: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None
-    ) -> Operand:
+    def cast(self, x: torch.Tensor, slot: CastScales, cast: Cast, row: bool, col: bool, combine: Combine | None) -> Operand:
         scale, amax_slot = slot.scale, slot.amax
         amax = None
         if scale is None and (combine is not None or own_rule(cast)):
@@ -144,18 +141,13 @@ class _Tensorwise:
         return Operand(cast_weight[1], None, scale_inv, scale_inv, TENSORWISE)
 
     def multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast: bool) -> torch.Tensor:
-        left, right = a.payload, b.payload
-        assert left is not None
-        assert right is not None
-        return ops.scaled_mm(left, right, a.scale_inv, b.scale_inv, bias, dtype, fast_accum=fast)
+        return ops.scaled_mm(a.codes, b.codes, a.scale_inv, b.scale_inv, bias, dtype, fast_accum=fast)
 
 
 class _ByDefinition:
     """Any other granularity, by its definition in plain torch: `maxima`, `spread`, `quantize`, and the FP32 product of the values."""
 
-    def cast(
-        self, x: torch.Tensor, slot: CastScales, cast: Cast, row: bool, col: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None
-    ) -> Operand:
+    def cast(self, x: torch.Tensor, slot: CastScales, cast: Cast, row: bool, col: bool, combine: Combine | None) -> Operand:
         if slot.amax is not None:
             slot.amax.copy_(torch.maximum(slot.amax, ops.amax(x)))
         nothing = x.new_empty(0, dtype=torch.float32)
@@ -203,9 +195,7 @@ class _Blocks:
     block scales gain.
     """
 
-    def cast(
-        self, x: torch.Tensor, slot: CastScales, cast: Cast, row: bool, col: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None
-    ) -> Operand:
+    def cast(self, x: torch.Tensor, slot: CastScales, cast: Cast, row: bool, col: bool, combine: Combine | None) -> Operand:
         rule, block = name_of(cast.scaling), _block(cast)
         if rule is None or not has_kernel(block.rows, block.columns):
             return _DEFINITION.cast(x, slot, cast, row, col, combine)
@@ -265,7 +255,7 @@ def cast_operand(
     *,
     row: bool = True,
     col: bool = False,
-    combine: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    combine: Combine | None = None,
 ) -> Operand:
     """Cast one tensor of a linear layer to FP8, with the scale in `slot` or a just-in-time one, and record its amax in `slot`.
 

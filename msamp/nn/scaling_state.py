@@ -273,10 +273,6 @@ class LinearScaling(TensorScales):
             return None
         return payload, scale_inv
 
-    def set_weight_scales(self, version: int, multiplier: torch.Tensor, scale_inv: torch.Tensor) -> None:
-        """Set `weight_scales` for this version of the payload of `stale_weight`."""
-        self._weight_seen, self._weight_scales = version, (multiplier, scale_inv)
-
     def _fresh_weight_scales(self, weight: ScalingTensor) -> tuple[torch.Tensor, torch.Tensor]:
         cast = self.gemm.weight
         if own_rule(cast):
@@ -402,7 +398,7 @@ class ScalingState:
             layers, payloads, stored = zip(*members, strict=True)
             multipliers, scale_invs = scales_of_weights(cast, TENSORWISE.amaxes(payloads), torch.stack(stored))
             for layer, payload, *scales in zip(layers, payloads, multipliers.unbind(), aligned(scale_invs), strict=True):
-                layer.set_weight_scales(payload._version, *scales)
+                layer._weight_seen, layer._weight_scales = payload._version, tuple(scales)
 
     @torch.no_grad()
     def roll_on_device(

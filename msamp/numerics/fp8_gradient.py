@@ -168,11 +168,6 @@ class FP8Gradient(torch.Tensor):
             values = view(values)
         return values
 
-    def _wide(self) -> torch.Tensor:
-        """The part of the wide form that this alias is; a write to it reaches all aliases."""
-        self._cell.widen()
-        return self._viewed(self._cell.held)
-
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
         """The gradient without its history; see the setter."""
@@ -257,8 +252,11 @@ def _write(func: Any, written: Sequence[FP8Gradient], args: tuple[Any, ...], kwa
         for x in tree_leaves(args[0]):
             x._cell.zero_() if isinstance(x, FP8Gradient) else x.zero_()
         return None if isinstance(args[0], list | tuple) else args[0]
-    on_stored = whole and (func in _UNSCALING or (func in _BY_NUMBER and _is_number(args[1])))
-    own = {id(x): x._cell.held if on_stored else x._wide() for x in written}
+    by_number = func in _BY_NUMBER and not isinstance(args[1], FP8Gradient | ScalingTensor)
+    on_stored = whole and (func in _UNSCALING or (by_number and (not isinstance(args[1], torch.Tensor) or args[1].numel() == 1)))
+    for x in () if on_stored else written:
+        x._cell.widen()
+    own = {id(x): x._cell.held if on_stored else x._viewed(x._cell.held) for x in written}
     back = {id(own[id(x)]): x for x in written}
 
     def stored(x: Any) -> Any:
@@ -268,10 +266,6 @@ def _write(func: Any, written: Sequence[FP8Gradient], args: tuple[Any, ...], kwa
     for cell in {id(x._cell): x._cell for x in written}.values():
         cell.written()
     return tree_map(lambda x: back.get(id(x), x), result)
-
-
-def _is_number(factor: Any) -> bool:
-    return not isinstance(factor, FP8Gradient | ScalingTensor) and (not isinstance(factor, torch.Tensor) or factor.numel() == 1)
 
 
 def _values(x: Any, dtype: torch.dtype | None = None) -> Any:

@@ -112,19 +112,16 @@ class FP8RingAttention(FP8OverRanks):
             else:
                 merged.add(o, lse, step.queries)
         assert merged is not None
-        return self._cast_output(merged)
-
-    def _source(self, number: int) -> int:
-        """Return the rank whose keys are here in step `number`."""
-        return (self.peers.rank - number) % self.peers.ranks
-
-    def _cast_output(self, merged: Merged) -> Attended:
-        """Cast the merged output to E4M3, until its window is filled with its own scale."""
+        # Until its window is filled, the output has its own scale.
         scaling, scale_inv = self.scaling, scalar_pool.take(merged.o.device)
         scale = scaling.scale[O] if scaling.delayed else None
         flat, dtype = merged.o.view(-1, merged.o.shape[2] * merged.o.shape[3]), scaling.casts[O].format.dtype
         payload, *_ = ops.cast_transpose(flat, scale=scale, amax_slot=None, dtype=dtype, row=True, scale_inv_slot=scale_inv)
         return Attended(payload.view(merged.o.shape), scale_inv, merged.lse[..., None])
+
+    def _source(self, number: int) -> int:
+        """Return the rank whose keys are here in step `number`."""
+        return (self.peers.rank - number) % self.peers.ranks
 
     def prepared_gradients(self, of: Operands, prepared: Prepared) -> Gradients:
         """Return the gradients of this rank's operands in FP32."""

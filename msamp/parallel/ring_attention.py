@@ -141,10 +141,6 @@ class RingAttention(NamedTuple):
         key, value = (dequantize(part, scale_invs[n], like.dtype) for n, part in enumerate(codes))
         return key, value
 
-    def start_gradient_hop(self, gradients: torch.Tensor) -> Pending:
-        """Send the gradients [2, s, b, groups, d] of keys and values to the next rank."""
-        return self.peers.start_ring(gradients, "gradients of keys and values", KIND, "grad of keys and values ring")
-
     def accumulator(self, like: torch.Tensor) -> torch.dtype:
         """Return the dtype in which parts are summed: the sum of two is rounded once in either."""
         return torch.float32 if self.peers.ranks > 2 else like.dtype
@@ -211,7 +207,7 @@ class _Ring(torch.autograd.Function):
             gradients = torch.zeros_like(own) if behind is None else behind.wait()
             gradients[0, step.keys] += dk
             gradients[1, step.keys] += dv
-            behind = ring.start_gradient_hop(gradients)
+            behind = ring.peers.start_ring(gradients, "gradients of keys and values", KIND, "grad of keys and values ring")
         assert dq is not None
         assert own is not None
         if behind is not None:

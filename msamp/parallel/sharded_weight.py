@@ -80,7 +80,9 @@ class _BoundPreAllGather:
         cast, weight = module.scaling.gemm.weight, self._weight
         rows = -(-outer_size[0] // mesh.size())
         if weight.payload.dtype == cast.format.dtype:
-            return (weight.stored_codes(rows),), (weight.scale_inv, cast.format.dtype)
+            codes = weight.payload.view(torch.uint8)
+            padded = codes if len(codes) == rows else torch.cat([codes, codes.new_zeros(rows - len(codes), *codes.shape[1:])])
+            return (padded,), (weight.scale_inv, cast.format.dtype)
         sent = weight.sent
         if sent is None:
             sent = weight.measure(cast, rows, Peers(mesh.get_group(), WireBytes()))
@@ -114,11 +116,6 @@ class ShardedWeight(ScalingTensor):
     def send(self, codes: torch.Tensor, scale_inv: torch.Tensor) -> None:
         """Send these codes, which the current payload casts to, until the payload is written again; see `Sent`."""
         self._sent = Sent(self.payload._version, codes, scale_inv)
-
-    def stored_codes(self, rows: int) -> torch.Tensor:
-        """Return the payload of a weight that is stored in FP8, as bytes, padded to `rows`."""
-        codes = self.payload.view(torch.uint8)
-        return codes if len(codes) == rows else torch.cat([codes, codes.new_zeros(rows - len(codes), *codes.shape[1:])])
 
     def sent_again(self) -> None:
         """Say that a CUDA graph has written the payload, and the codes that it casts to, in the same memory."""

@@ -241,7 +241,8 @@ def update_(
     steps = [int(step) for step in batch.steps]
     bounded |= is_rounded(batch.ms) or is_rounded(batch.vs)
     adam_(ps, ms, vs, gs, steps, hyper, hyper.largest_step if bounded else math.inf)
-    of_m, of_v, of_masters = thresholds_of(batch, steps, rounding)
+    thresholds = None if rounding == NEAREST else [Thresholds(*draw) for draw in zip(batch.keys, batch.offsets, steps, strict=True)]
+    of_m, of_v, of_masters = (thresholds if stochastic else None for stochastic in rounding)
     store_(batch.ms, ms, m_bound, of_m, "m", no_gradient=[g == 0 for g in gs] if is_rounded(batch.ms) else None)
     store_(batch.vs, vs, v_bound, of_v, "v", positive=True)
     store_(batch.masters, ps, p_bound, of_masters, "master")
@@ -260,14 +261,6 @@ def stored_amaxes(
     wanted[-1] |= not decoupled or any(isinstance(x, ScalingTensor) for x in weights)
     none = torch.zeros(len(masters), device=masters[0].device, dtype=torch.float32)
     return torch.stack([grad_stats(None, x, squares=False)[0][0] if want else none for x, want in zip(columns, wanted, strict=True)])
-
-
-def thresholds_of(batch: Batch, steps: Sequence[int], rounding: Rounding) -> list[list[Thresholds] | None]:
-    """Return the thresholds of each tensor at its step, for m, v and the masters; None for those rounded to nearest."""
-    if rounding == NEAREST:
-        return [None, None, None]
-    thresholds = [Thresholds(*draw) for draw in zip(batch.keys, batch.offsets, steps, strict=True)]
-    return [thresholds if stochastic else None for stochastic in rounding]
 
 
 def check_keys(batch: Batch) -> None:

@@ -38,24 +38,17 @@ def coat_adamw(
         return
     numbers = Hyper(*hyper.tolist()[:5])
     for part in batch.chunks():
-        plain = replace(part, states={key: _loaded(states) for key, states in part.states.items()})
-        own = amaxes[:, part.indices]
-        no_gradient = [
-            _without_gradient(g, p, numbers.weight_decay and not decoupled) for g, p in zip(part.grads, part.masters, strict=True)
+        plain = replace(
+            part, states={key: [x.dequantize() if isinstance(x, Expanded) else x for x in xs] for key, xs in part.states.items()}
+        )
+        own, decays = amaxes[:, part.indices], numbers.weight_decay and not decoupled
+        no_gradient = [  # nor a decay
+            (fp32_values(g) == 0) & (fp32_values(p) == 0) if decays else fp32_values(g) == 0
+            for g, p in zip(part.grads, part.masters, strict=True)
         ]
         update_(plain, numbers, own, kept, coefficient, decoupled=decoupled, rounding=rounding, bounded=True)
         _store(part.ms, plain.ms, no_gradient, numbers.beta1)
         _store(part.vs, plain.vs)
-
-
-def _without_gradient(g: torch.Tensor, p: torch.Tensor, decays: float) -> torch.Tensor:
-    """Return a bool mask of the elements where m gets no gradient or decay."""
-    return (fp32_values(g) == 0) & (fp32_values(p) == 0) if decays else fp32_values(g) == 0
-
-
-def _loaded(states: Sequence[torch.Tensor | Expanded]) -> list[torch.Tensor | Expanded]:
-    """Return Expanded states as FP32 tensors, and others unchanged."""
-    return [state.dequantize() if isinstance(state, Expanded) else state for state in states]
 
 
 def _store(

@@ -3,14 +3,6 @@
 import torch
 
 
-def check_experts(experts: torch.Tensor, count: int, alignment: int) -> None:
-    """Raise a ValueError unless `experts` is integer [tokens, top-k], and count and alignment are positive."""
-    if experts.ndim != 2 or experts.is_floating_point() or experts.dtype == torch.bool:
-        raise ValueError(f"experts are {experts.dtype} {tuple(experts.shape)}; they must be integers [tokens, top-k]")
-    if count < 1 or alignment < 1:
-        raise ValueError(f"there are {count} experts with groups aligned to {alignment} rows; both must be at least 1")
-
-
 def row_capacity(tokens: int, count: int, alignment: int) -> int:
     """Return the rows of a buffer in which any load of `tokens` rows fits, each expert's rows padded to a multiple of `alignment`."""
     return (tokens // alignment + min(count, tokens)) * alignment
@@ -32,7 +24,10 @@ def group_tokens(experts: torch.Tensor, count: int, alignment: int) -> tuple[tor
         source: int32 [`row_capacity`], the pair of each row, token * top-k + choice; -1 for padding and for rows after the last expert's.
         places: int32 [tokens, top-k], the row of each pair; -1 for an expert of another rank.
     """
-    check_experts(experts, count, alignment)
+    if experts.ndim != 2 or experts.is_floating_point() or experts.dtype == torch.bool:
+        raise ValueError(f"experts are {experts.dtype} {tuple(experts.shape)}; they must be integers [tokens, top-k]")
+    if count < 1 or alignment < 1:
+        raise ValueError(f"there are {count} experts with groups aligned to {alignment} rows; both must be at least 1")
     tokens, top_k = experts.shape
     device = experts.device
     by_expert, order = experts.reshape(-1).to(torch.int64).sort(stable=True)

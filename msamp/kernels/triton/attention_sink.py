@@ -226,21 +226,9 @@ def sink_merge(query, o, lse, sink, scale_invs, softmax_scale, scale, amax_slot,
 
 
 def sink_backward(
-    grad_o,
-    query,
-    o,
-    lse,
-    sink,
-    scale_invs,
-    softmax_scale,
-    scale,
-    amax_slot,
-    dtype,
-    value_scale_inv,
-    output_scale_inv,
-    *,
-    scale_inv_slot=None,
-):
+    grad_o, query, o, lse, sink, scale_invs, softmax_scale, scale, amax_slot, dtype, value_scale_inv, output_scale_inv,
+    *, scale_inv_slot=None,
+):  # fmt: skip
     """See the reference twin."""
     (s, b, heads, d), groups, device = query.shape, sink.shape[2], query.device
     given, centered = torch.empty(o.shape, dtype=dtype, device=device), torch.empty_like(o)

@@ -1,18 +1,16 @@
 """The registry of updates by name, the states that an update stores for a parameter, and the options of a parameter group."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from msamp.kernels.reference.collage import VARIANTS
 from msamp.numerics.formats import Format
-from msamp.numerics.recipe import StateFormats
 from msamp.optim.states import Expected, expected_moment, weight_format
 from msamp.optim.updates.adamw import MOMENTS, AdamW, collage_update
 from msamp.optim.updates.momentum import MOMENTUM, SGD, Muon
-from msamp.optim.updates.update import MASTER, ROUNDING_FIELDS, WEIGHT, Formats, State, Update
+from msamp.optim.updates.update import MASTER, Formats, State, Update
 
 _KNOWN: dict[str, Update] = {
     "fp32": AdamW("fp32", (MASTER, *MOMENTS), kept=("exp_avg", "exp_avg_sq")),
@@ -87,11 +85,10 @@ def register(update: Update) -> Update:
     """Register an update under its name in this process, and return it. Registering an equal update again has no effect.
 
     Raises:
-        ValueError: if another update has that name, or its states are inconsistent.
+        ValueError: if another update has that name.
     """
     if _KNOWN.get(update.name, update) != update:
         raise ValueError(f"another update is registered as {update.name!r}; choose a name other than {', '.join(_KNOWN)}")
-    _check_states(update)
     return _KNOWN.setdefault(update.name, update)
 
 
@@ -103,32 +100,3 @@ def own_keys() -> set[str]:
 def remainders() -> dict[str, str]:
     """Map the key of each second component of a pair, in any known update, to the key of its first, or `WEIGHT`."""
     return {state.key: state.remainder_of for update in _KNOWN.values() for state in update.states if state.remainder_of is not None}
-
-
-def _check_states(update: Update) -> None:
-    keys, numbers = [state.key for state in update.states], [state for state in update.states if state.remainder_of is None]
-    problems = [f"{key} is declared twice" for key in sorted({key for key in keys if keys.count(key) > 1})]
-    problems += ["the key step is reserved for the step count of every update"] if "step" in keys else []
-    problems += [f"{state.key}: a key must not contain '/', '@' or '.'" for state in update.states if set(state.key) & set("/@.")]
-    columns = [state.column for state in numbers]
-    problems += [f"two states use column {column}" for column in sorted({c for c in columns if columns.count(c) > 1})]
-    problems += [problem for state in update.states for problem in _problems(state, keys)]
-    problems += [f"kept has {key}, which is not among the states" for key in update.kept if key not in keys]
-    problems += [f"kept has {MASTER.key}, whose amax every update gets: remove it"] if MASTER.key in update.kept else []
-    if update.in_fp32 is not None:
-        by_name(update.in_fp32)
-    if problems:
-        raise ValueError(f"update {update.name!r} cannot be registered: {'; '.join(problems)}")
-
-
-def _problems(state: State, keys: Sequence[str]) -> Iterator[str]:
-    """Yield the problems of one state of an update whose states have these keys."""
-    legal = [f.name for f in fields(StateFormats) if f.name not in ("grad", "update", *ROUNDING_FIELDS)]
-    if not isinstance(state.format, Format) and state.format not in legal:
-        yield f"{state.key} has format {state.format!r}; choose a Format, or one of {', '.join(legal)}"
-    if state.copy and state != MASTER:
-        yield f"{state.key} is a copy of the parameter; only {MASTER.key} can be one: declare updates.MASTER"
-    if state.remainder_of not in (None, WEIGHT, *keys):
-        yield f"{state.key} is the remainder of {state.remainder_of}, which is not among the states"
-    elif state.remainder_of is not None and remainders().get(state.key, state.remainder_of) != state.remainder_of:
-        yield f"{state.key} is the remainder of {remainders()[state.key]} in another update; choose another key"
