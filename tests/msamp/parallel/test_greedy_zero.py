@@ -20,8 +20,9 @@ from msamp.optim.optimizer import LowPrecisionOptimizer
 from msamp.parallel.data_parallel import grad_sync
 from msamp.parallel.greedy_zero import ZeRO
 
-WORLDS = (pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly))
+WORLDS = (2, pytest.param(4, marks=pytest.mark.nightly))
 LEVELS = ("fp32", "fp16-amp", "bf16", "collage-plus", "collage-fp8", "O1", "O2", "O3")
+FEW = ("fp16-amp", "bf16", "collage-fp8", "O3")  # each kind of gradient, master and moment
 BUCKET = 1200  # elements: several buckets of several tensors, and rows of one tensor on several ranks
 # Odd numbers of rows, a single row, one to three dimensions and none; the last is never used.
 LINEAR = {"first": (33, 24), "cube": (5, 4, 6), "row": (1, 50), "other": (7, 40), "idle": (3, 8)}
@@ -33,7 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 # Every level, and every variant with gradients in one scaled format and in none.
 CASES = [(level, variant) for level in LEVELS for variant in VARIANTS if variant == "clipped" or level in ("bf16", "O3")]
-POISONED = dict(zip(LEVELS, ("shift", "shift", "table", "cube", "first", "row", "first", "cube"), strict=True))
+POISONED = dict(zip(FEW, ("shift", "table", "row", "cube"), strict=True))
 # Of a GPT with 4 layers of width 48 and 500 tokens.
 GPT = [(500, 48), *[(144, 48), (48, 48), (192, 48), (48, 192), (48,), (48,)] * 4]
 Bits = dict[str, torch.Tensor]
@@ -238,7 +239,7 @@ def everything(references: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """All that the tests look at, on this number of ranks: this rank's view."""
     return {
         "on and off": {(level, variant): on_and_off(level, variant) for level, variant in CASES},
-        "same gradients": {level: same_gradients(level, references[level]) for level in LEVELS},
+        "same gradients": {level: same_gradients(level, references[level]) for level in FEW},
         "torch": {clip: fp32_against_torch(clip) for clip in (None, 0.5)},
         "skipping": {level: skipping(level, name) for level, name in POISONED.items()},
         "unused": {level: unused(level) for level in ("bf16", "O3")},
@@ -258,14 +259,12 @@ def reference(level: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def references() -> dict[str, dict[str, Any]]:
-    return {level: reference(level) for level in LEVELS}
+    return {level: reference(level) for level in FEW}
 
 
-@pytest.fixture(scope="module", params=WORLDS, ids=("DP 1", "DP 2", "DP 4"))
+@pytest.fixture(scope="module", params=WORLDS, ids=("DP 2", "DP 4"))
 def seen(request: pytest.FixtureRequest, references: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """What every rank has seen."""
-    if request.param == 1:
-        return [everything(references)]
     return dist.run(everything, request.param, references, timeout=600)
 
 
@@ -280,21 +279,21 @@ def test_on_and_off_are_the_same_bits(seen, level, variant):
     assert len({norm for rank in ranks for norm in rank["norms"]}) == 1
     assert agree([rank["weights"] for rank in ranks])
     assert sorted(ranks[0]["moved"]) == sorted({"table", *LINEAR, *VECTORS} - {"idle"})
-    assert [rank["cut"] for rank in ranks] == [len(ranks) > 1] * len(ranks)
+    assert [rank["cut"] for rank in ranks] == [True] * len(ranks)
     assert ranks[0]["compared"] > 4 * len(ranks[0]["moved"]), "states are compared, too"
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", FEW)
 def test_the_same_gradients_give_the_same_weights_and_states_at_any_number_of_ranks(seen, references, level):
     assert differences(seen[0]["same gradients"][level]["straight"], references[level]["straight"]) == []
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", FEW)
 def test_a_state_of_one_process_goes_on_at_any_number_of_ranks(seen, references, level):
     assert differences(seen[0]["same gradients"][level]["loaded"], references[level]["straight"]) == []
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", FEW)
 def test_what_any_number_of_ranks_saves_is_what_one_process_saves_and_goes_on_there(seen, references, level):
     file = seen[0]["same gradients"][level]["saved"]
     saved, want = dist.read(file), dist.read(references[level]["saved"])
@@ -312,7 +311,7 @@ def test_fp32_is_torch_s_adamw_after_torch_s_clipping(seen, clip_grad):
     assert max(rank["torch"][clip_grad] for rank in seen) < 1e-4
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", FEW)
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(seen, level):
     for rank in seen:
         assert rank["skipping"][level] == {"changed": [], "later": [], "skipped": 2}

@@ -28,10 +28,8 @@ GRIDS: dict[str, dict[str, Any]] = {
 }
 COLLAGE = ("bf16-a", "bf16-kahan", "bf16-dmw", "bf16-d", "collage-light", "collage-plus", "collage-fp8")
 LEVELS = ("fp32", "fp16-amp", "bf16", *COLLAGE, "coat", "O1", "O2", "O3", "O3+coat")
-RUNS = [(level, grid) for level in LEVELS for grid in GRIDS]
 # Every recipe on one grid or another, and O3 on each.
 KILLED = [(level, grid) for i, level in enumerate(LEVELS) for j, grid in enumerate(GRIDS) if level == "O3" or i % len(GRIDS) == j]
-OTHERS = [run for run in RUNS if run not in KILLED]
 DEFAULT = [
     ("collage-plus", "TP 2"),
     ("fp16-amp", "PP 2"),
@@ -135,26 +133,10 @@ def killed(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     return kill(str(gloo_prefix), tmp_path_factory.mktemp("killed"), KILLED)
 
 
-@pytest.fixture(scope="module")
-def others_killed(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Seen, Seen, Seen]]:
-    return kill(str(gloo_prefix), tmp_path_factory.mktemp("others"), OTHERS)
-
-
 @pytest.mark.nightly(10)
 @pytest.mark.timeout(3100)
 @pytest.mark.parametrize("run", KILLED, ids=" ".join)
 def test_other_processes_go_on_after_a_kill(killed: list[tuple[Seen, Seen, Seen]], run: tuple[str, str]):
-    check_kill(killed, run)
-
-
-@pytest.mark.nightly(10)
-@pytest.mark.timeout(3100)
-@pytest.mark.parametrize("run", OTHERS, ids=" ".join)
-def test_other_processes_go_on_after_a_kill_on_every_grid(others_killed: list[tuple[Seen, Seen, Seen]], run: tuple[str, str]):
-    check_kill(others_killed, run)
-
-
-def check_kill(killed: list[tuple[Seen, Seen, Seen]], run: tuple[str, str]) -> None:
     for straight, first, second in killed:
         assert tiny.same(second[run][1], straight[run][1])
         assert not tiny.same(first[run][1], straight[run][1])

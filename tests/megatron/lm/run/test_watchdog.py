@@ -25,14 +25,14 @@ ROOT = Path(__file__).parents[4]
 ALONE = """
 import sys, time
 from megatron.lm.run.watchdog import Watchdog
-watch = Watchdog(2.0)
+watch = Watchdog(1.0)
 with watch.watching():
-    for _ in range(30):  # longer than the limit in all, and never still for long
+    for _ in range(15):  # longer than the limit in all, and never still for long
         watch.at("in a step", 3)
         time.sleep(0.1)
-time.sleep(3)  # not watched any more
+time.sleep(1.5)  # not watched any more
 print("left in peace", flush=True)
-watch = Watchdog(2.0)
+watch = Watchdog(1.0)
 with watch.watching():
     watch.at("saving", 4)
     time.sleep(60)
@@ -44,7 +44,7 @@ def test_one_process_is_watched_as_many():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", ALONE], capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
     assert (done.returncode, done.stdout) == (1, "left in peace\n")  # by the second, where it hangs
     words = (
-        r"^error: the process ends after \d s at iteration 4, saving \(--distributed-timeout-minutes 0\.0333333\): it is stuck, or waits"
+        r"^error: the process ends after \d s at iteration 4, saving \(--distributed-timeout-minutes 0\.0166667\): it is stuck, or waits"
     )
     assert re.search(words, done.stderr, re.MULTILINE)
     assert "in <module>" in done.stderr  # the traceback

@@ -49,27 +49,19 @@ TWO: dict[str, Case] = {
     "fp32 TP": ("fp32", EP2 | TP2),
     "fp32 ZeRO": ("fp32", EP2 | ZERO),
     "fp32 CP": ("fp32", EP2 | CP2),
-    "fp32 CP, experts whole": ("fp32", CP2),
-    "O3": ("O3", EP2),
     "O3 sums in FP8": ("O3", EP2 | {"moe_wire": "fp8-sums"}),
     "O1 recomputed": ("O1", EP2 | {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}),
 }
 FOUR: dict[str, Case] = {
-    "fp32 x DP": ("fp32", EP2),
     "fp32 x DP ZeRO": ("fp32", EP2 | ZERO),
     "fp32 EP 4": ("fp32", {"expert_model_parallel_size": 4}),
     "fp32 x PP": ("fp32", EP2 | PP2),
     "fp32 TP 4": ("fp32", EP2 | TP2 | {"tensor_model_parallel_size": 4}),
-    "O0 x DP": ("O0", EP2),
     "O2 x DP": ("O2", EP2),
-    "O3 x DP": ("O3", EP2),
-    "O3 x PP": ("O3", EP2 | PP2),
     "O3 TP": ("O3", EP2 | TP2),
     "fp32 CP x DP": ("fp32", EP2 | CP2),
-    "fp32 CP x TP": ("fp32", EP2 | CP2 | TP2),
     "fp32 CP x TP, experts whole": ("fp32", CP2 | TP2),
     "O3 CP x PP": ("O3", EP2 | CP2 | PP2),
-    "O3 CP x DP": ("O3", EP2 | CP2),
     "O3 recomputed": ("O3", EP2 | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
 }
 # Largest relative difference of a loss and a norm from one process's; least SQNR in dB of a gradient in the first step.
