@@ -7,47 +7,7 @@ from typing import Any
 HUGE = 2**31 - 1, 2**31, 2**32, 10**8, 10**12, 2**63 - 1, 2**63, 10**20, 10**30
 INTEGERS = (-(10**20), -(2**31), -2, -1, 0, 1, 2, 3, 5, 7, 8, 63, 64, 65, 1000, 65536, *HUGE)
 FLOATS = (0.0, -0.0, -1.0, 5e-324, 1e-45, 1e-38, 1e-7, 0.5, 1.0, 2.0, 3.5e38, 1e300, 1.7e308, float("inf"), float("-inf"), float("nan"))
-WORDS = (
-    "abc",
-    "",
-    " ",
-    "-",
-    "--",
-    "1.5",
-    "0x10",
-    "1_000",
-    "\u0661",
-    "nan",
-    "O9",
-    "None",
-    "a\nb",
-    "a\x1b[2J",
-    "\u202e",
-    "x" * 300,
-    "a\udcff",
-    "$(touch x)",
-)
-PATHS = (
-    "nowhere",
-    ".",
-    "..",
-    "/proc/self/none",
-    "/dev/full",
-    "/dev/null",
-    "/dev/null/x",
-    "o/p/q",
-    "x" * 300,
-    "a\udcff",
-    "o/\udc80/x",
-    "~",
-    " ",
-)
 JSON_WORDS = ("", "x", "x" * 5000, "../canary/secret.distcp", "/etc/passwd", "a\x00b", "\ud800", "..", "torch.float32", "os.system")
-
-
-def number(draw: random.Random) -> str:
-    """A number as it is written on a command line."""
-    return repr(draw.choice(FLOATS)) if draw.random() < 0.4 else str(draw.choice(INTEGERS))
 
 
 def value(draw: random.Random) -> Any:

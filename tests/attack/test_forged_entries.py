@@ -1,18 +1,22 @@
 """One entry of a sealed checkpoint in another shape or dtype, of every kind that a run writes: each reader takes it or says a line."""
 
 import io
+import json
+import re
 import shutil
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch
 from attack import fuzz_checkpoints
 from torch import Tensor
 
 from helpers import checkpoints, tiny
 from helpers.make_checkpoints import SMALL
 from megatron.lm.checkpoint import CheckpointReader
+from megatron.lm.checkpoint.files.folder import read_info
 from megatron.lm.tools import convert_checkpoint
 
 KINDS = ("linear_fc1.weight", "final_layernorm.weight", "word_embeddings.weight")
@@ -64,3 +68,73 @@ def test_an_entry_of_another_shape_or_dtype_ends_in_a_line(level: str, kinds: Se
             shutil.rmtree(made)
             shutil.rmtree(tmp_path / "o", ignore_errors=True)
     assert refused > 30 / every
+
+
+# Numbers behind a valid seal that no run writes: each reader refuses them in one line.
+
+
+NORM, QKV = "decoder.final_layernorm.weight", "decoder.layers.0.self_attention.linear_qkv.weight"
+# Finite values of weights and moments that no run has: the first step after a load would make NaN of them.
+HUGE = {
+    f"exp_avg/{NORM}": torch.full((32,), 1e38),
+    f"exp_avg_sq/{NORM}": torch.full((32,), 1e38),
+    f"master/{NORM}": torch.full((32,), 1e38),
+    f"exp_avg/{QKV}": torch.tensor(2.0**100),  # by its scale
+    f"exp_avg_sq/{QKV}": torch.tensor(2.0**100),
+}
+
+
+@pytest.fixture
+def folder(prefix: Path, tmp_path: Path) -> Path:
+    return checkpoints.saved(prefix, tmp_path / "saved", opt_level="O2") / "iter_0000004"
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1.0, 5.0])
+def test_a_step_counter(folder: Path, tmp_path: Path, value: float, capsys: pytest.CaptureFixture[str]):
+    checkpoints.rewrite(folder, {f"step/{NORM}": torch.tensor(value)})
+    assert convert_checkpoint.main(["to-megatron", "--load", str(folder), "--output", str(tmp_path / "o")]) == 2
+    err = capsys.readouterr().err
+    assert f"step/{NORM}" in err.splitlines()[-1]
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("key", HUGE)
+def test_a_finite_value_that_no_run_has(prefix: Path, folder: Path, tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]):
+    by_scale = not HUGE[key].dim()
+    checkpoints.rewrite(folder, {f"{key}.scale_inv@0,0" if by_scale else key: HUGE[key]})
+    said = rf"{key} has the value [-\d.]+e\+3\d; no run can use values above 2\^64"
+    assert convert_checkpoint.main(["to-megatron", "--load", str(folder), "--output", str(tmp_path / "o")]) == 2
+    assert re.search(said, capsys.readouterr().err.splitlines()[-1])
+    assert not (tmp_path / "o").exists()
+    with pytest.raises(ValueError, match=said) as refused:
+        checkpoints.resume(prefix, folder.parent)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_finite_maximum_of_coats_groups_that_no_run_has(prefix: Path, tmp_path: Path):
+    folder = checkpoints.saved(prefix, tmp_path / "coat", precision="coat", num_layers=1) / "iter_0000004"
+    checkpoints.rewrite(folder, {f"exp_avg/{QKV}.max@0,0": torch.full((96, 1), 1e38)})
+    with pytest.raises(ValueError, match=rf"exp_avg/{QKV} has groups with a maximum or exponent out of range: maximum 1e\+38"):
+        tiny.run(tiny.config(prefix, precision="coat", num_layers=1, train_iters=6, load=str(folder.parent)))
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("precision", "fp8_amax_history_len", 2**40),
+        ("model", "num_layers", 10**9),
+        ("model", "hidden_size", 2**50),
+        ("precision", "fp8_margin", -1),
+    ],
+)
+def test_a_number_of_the_configuration(prefix: Path, folder: Path, section: str, name: str, value: int, capsys: pytest.CaptureFixture[str]):
+    info = read_info(folder)
+    info["config"][section][name] = value
+    checkpoints.seal(folder, info)
+    said = f"has --{name.replace('_', '-')} {value}; it must be in "
+    for command in (["inspect"], ["to-megatron", "--output", str(folder.parent / "o")]):
+        assert convert_checkpoint.main([*command, "--load", str(folder)]) == 2
+        assert said in capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(ValueError, match=said):
+        checkpoints.resume(prefix, folder.parent)
+    assert json.loads((folder / "checkpoint.json").read_text())["config"][section][name] == value

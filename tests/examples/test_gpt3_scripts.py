@@ -96,14 +96,6 @@ def test_a_dry_run_fits_on_the_gpus_of_the_script(size, gpus):
     assert "fits into 80.0 GiB; nothing was started" in done.stdout
 
 
-@pytest.mark.nightly(3)
-def test_a_dry_run_refuses_what_does_not_fit():
-    done = start("13b", DRY_RUN=1, NNODES=1, GPUS_PER_NODE=2, GPU_MEMORY_GIB=40)
-    assert "pipeline stage 0 needs" in refused(done)
-    assert "the device has 40.0 (--device-memory-gib)" in done.stderr
-    assert "grid: 2 processes = TP 2 x PP 1 x DP 1, sequence parallel, ZeRO" in done.stdout
-
-
 def test_a_prepared_folder_brings_validation_data_and_its_tokenizer(tmp_path, python):
     for name in ("train_text_document.bin", "valid_text_document.bin", "tokenizer.json"):
         (tmp_path / name).write_bytes(b"")
@@ -148,11 +140,6 @@ def test_a_training_of_full_size_is_refused_without_a_gpu(script, prefix, python
 
 
 # How processes are started
-
-
-def test_one_machine_is_torchrun_alone(prefix, python):
-    launch, _, _ = called(start("125m", PYTHON=python, DATA=prefix, GPUS_PER_NODE=4))
-    assert launch == ["-m", "megatron.lm.shell.torchrun", "--standalone", "--nproc-per-node", "4"]
 
 
 def test_several_machines_by_hand(prefix, python):

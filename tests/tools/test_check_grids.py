@@ -1,13 +1,19 @@
 """The check of grids: what it says of runs that end, differ, hang or hide their error, and one case of it whole on two processes."""
 
+import argparse
+import importlib
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from helpers import tiny
+from helpers.refusals import code
+from megatron.lm.config.cli import parse_args
 from tools import check_grids
 from tools.check_grids import FAULT, Run, fault_verdict, held, main
+from tools.precisions import case_flags, known, legal_case, legal_precision, precision_flags
 
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 60 --global-batch-size 8 --lr-warmup-iters 2 "
@@ -60,3 +66,72 @@ def test_a_case_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     cells = capsys.readouterr().out.splitlines()[-1].split(" | ")
     row = dict(zip(check_grids.COLUMNS, (cell.strip("| ") for cell in cells), strict=True))
     assert held(row)
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ("O0", ["--precision", "bf16"]),
+        ("O2", ["--precision", "O2"]),
+        ("O3+blockwise", ["--precision", "O3", "--fp8-recipe", "blockwise"]),
+        ("coat+mxfp8", ["--precision", "coat", "--fp8-recipe", "mxfp8"]),
+        ("te-bf16", ["--precision", "te-bf16"]),
+    ],
+)
+def test_a_precision_as_tools_name_it_is_what_the_trainer_takes(text, flags):
+    assert precision_flags(text) == flags
+    assert legal_precision(text) == text
+    assert text in known() or text == "O0"
+    config = parse_args(["--preset", "125m", "--micro-batch-size", "1", "--train-iters", "1", *flags])
+    assert config.precision.recipe.name == flags[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("O4", "precision 'O4' is unknown"),
+        ("O2+rows", "'rows' is unknown; .*blockwise"),
+        ("bf16+blockwise", "bf16 has no FP8 GEMM"),
+        ("te-bf16+blockwise", "te-bf16 has no FP8 GEMM"),
+    ],
+)
+def test_what_is_no_precision_is_refused_by_name(text, word):
+    with pytest.raises(ValueError, match=word):
+        precision_flags(text)
+    with pytest.raises(argparse.ArgumentTypeError, match=word):
+        legal_precision(text)
+
+
+def test_flags_follow_a_precision():
+    assert case_flags("O2+blockwise --master-format bf16") == [*precision_flags("O2+blockwise"), "--master-format", "bf16"]
+    assert legal_case("O2 --exp-avg-sq-format fp8-e4m3") == "O2 --exp-avg-sq-format fp8-e4m3"
+    config = parse_args(["--preset", "125m", "--micro-batch-size", "1", "--train-iters", "1", *case_flags("O2 --master-format bf16")])
+    assert config.precision.master_format == "bf16"
+
+
+# What benchmarks and reproductions refuse on their command lines, before anything runs.
+
+
+REFUSALS = [
+    ("bench.bench_attention", "", "GPU"),
+    ("bench.bench_fsdp", "--cases O9", "O9"),
+    ("bench.baselines.bench_moe_baselines", "--layers 0", "--layers"),
+    ("bench.bench_kernels", "--repeats 1", "--repeats"),
+    ("bench.bench_kernels", "--only sort", "sort"),
+    ("bench.bench_kernels", "", "GPU"),
+    ("bench.bench_optimizer", "--levels O9", "O9"),
+    ("bench.bench_optimizer", "--levels O3+--optimizer-states+coat", "--optimizer-states"),
+    ("bench.bench_outliers", "--factor 0.5", "--factor"),
+    ("bench.bench_outliers", "--until 100", "--until"),
+    ("bench.bench_step", "--steps 1", "--steps"),
+    ("bench.bench_step", "--levels O9+--deterministic", "O9"),
+    ("reproduce.compare_precisions", "--steps 1", "--steps"),
+]
+
+
+@pytest.mark.parametrize(("tool", "flags", "message"), REFUSALS)
+def test_what_a_tool_refuses(tool: str, flags: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """In the flags, `+` stands for a space within an argument."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert code(importlib.import_module(f"tools.{tool}").main, [word.replace("+", " ") for word in flags.split()]) == 2
+    assert message in capsys.readouterr().err

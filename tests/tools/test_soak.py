@@ -1,6 +1,5 @@
 """The soak test itself: that it kills when and whom it should, and that it notices every kind of loss."""
 
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,8 +14,6 @@ from megatron.lm.checkpoint.files import storage
 from megatron.lm.checkpoint.files.folder import digest_entries, marked_iteration, new_partial_folder, publish, write_info
 from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.checkpoint.files.versions import VERSION
-from megatron.lm.config import cli
-from megatron.lm.config.rules import check
 from tools import soak
 from tools.soak import Job, Moment, Tally
 
@@ -68,17 +65,6 @@ def write(root: Path, iteration: int, **tensors: torch.Tensor) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("job", soak.JOBS, ids=str)
-def test_the_trainer_takes_the_flags_and_resumes_by_itself(job: Job, tmp_path: Path):
-    data = soak.write_data(tmp_path)
-    line = soak.command(job, data, tmp_path / "job")
-    config = cli.parse_args(line[line.index("megatron.lm.pretrain") + 1 :])
-    check.check(config, world_size=job.processes)
-    assert config.checkpoint.resumes_itself
-    assert (config.checkpoint.save_interval, config.checkpoint.keep_last, config.checkpoint.async_save) == (2, job.kept, job.background)
-    assert line[line.index("--nproc-per-node") + 1] == str(job.processes)
-
-
 def test_a_kill_takes_the_whole_family(tmp_path: Path):
     text = "import subprocess, sys, time; "
     text += "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True); "
@@ -91,21 +77,6 @@ def test_a_kill_takes_the_whole_family(tmp_path: Path):
     assert process.returncode == -9
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
     soak.kill(process)  # of one that has gone: nothing
-
-
-def test_a_kill_comes_in_the_save_that_it_is_for(tmp_path: Path, fake: list[str]):
-    job = tmp_path / "job"
-    process = soak.start(soak.command(soak.JOBS[0], tmp_path, job), tmp_path / "log")
-    assert soak.reached(process, job, Moment(3, 0.0))
-    soak.kill(process)
-    assert marked_iteration(job) == 4
-    assert [name for name, _ in soak.partials(job)] == ["iter_0000006.partial"]
-
-
-def test_a_kill_comes_at_the_index_caches(tmp_path: Path, fake: list[str]):
-    tally = Tally()
-    soak.finish(soak.JOBS[0], tmp_path, tmp_path / "job", [Moment(soak.INDEX, 0.0)], tally)
-    assert (tally.kills, tally.in_an_index, tally.first_starts, tally.jobs) == (1, 1, 1, 1)
 
 
 @pytest.mark.nightly(4)
@@ -167,17 +138,6 @@ def test_the_end_must_be_that_of_the_undisturbed(tmp_path: Path):
     write(other, soak.ITERATIONS, w=torch.zeros(3))
     with pytest.raises(RuntimeError, match="undisturbed"):
         soak.check_end(other, one)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(600)
-def test_real_kills():
-    """Five of them, over jobs that save at once and in the background."""
-    line = [sys.executable, str(soak.ROOT / "tools/soak.py"), "--runs", "5", "--seed", "4"]
-    done = subprocess.run(line, cwd=soak.ROOT, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "5 kills" in done.stdout
-    assert "all bit for bit equal to an undisturbed one" in done.stdout
 
 
 @pytest.mark.nightly(90)

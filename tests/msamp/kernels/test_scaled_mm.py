@@ -14,7 +14,6 @@ from msamp.kernels.scaled_mm import (
     _padded,
     block_scaled_mm,
     blockwise_hardware,
-    check_blockwise,
     emulated_block_mm,
     emulated_mm,
     fp8_hardware,
@@ -93,18 +92,6 @@ def test_padding_is_zeros_up_to_the_next_multiple_of_16(shape):
     assert (padded is x) == (shape == (16, 48))
 
 
-@pytest.mark.parametrize(
-    ("machine", "instructions", "onednn", "native"),
-    [("x86_64", True, True, True), ("x86_64", False, True, False), ("AMD64", False, True, False), ("aarch64", False, True, True)],
-)
-def test_a_cpu_with_avx_512_alone_emulates_bf16(machine, instructions, onednn, native, monkeypatch):
-    monkeypatch.setattr(module.platform, "machine", lambda: machine)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
-    assert module.native_bf16.__wrapped__(torch.device("cpu")) is native
-    assert module.native_bf16.__wrapped__(torch.device("cuda"))
-
-
 @pytest.mark.parametrize("wide", [True, False])
 def test_emulation_is_the_same_with_and_without_native_bf16(wide, monkeypatch):
     monkeypatch.setattr(module, "native_bf16", lambda device: wide)
@@ -125,34 +112,6 @@ def test_a_cpu_has_no_fp8_and_is_not_warned_about():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_if_emulated(torch.device("cpu"))
-
-
-def test_a_gpu_without_fp8_is_told_what_is_emulated(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA A100")
-    for cached in (fp8_hardware, warn_if_emulated):
-        cached.cache_clear()
-    try:
-        with pytest.warns(
-            UserWarning, match=r"NVIDIA A100 \(compute capability 8\.0\) has no FP8.*GEMMs run in 16 or 32 bits.*train in BF16 .O0"
-        ):
-            warn_if_emulated(torch.device("cuda", 7))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            warn_if_emulated(torch.device("cuda", 7))
-    finally:
-        for cached in (fp8_hardware, warn_if_emulated):
-            cached.cache_clear()
-
-
-@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])
-def test_hardware_is_asked_by_number(capability, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    fp8_hardware.cache_clear()
-    try:
-        assert fp8_hardware(torch.device("cuda", 6))
-    finally:
-        fp8_hardware.cache_clear()
 
 
 @every_pair
@@ -338,11 +297,6 @@ def test_hopper_adds_a_bias_where_cublas_can(monkeypatch):
         assert (calls_of_hopper(monkeypatch, (64, N, 512), "fp32", ROWS, SQUARE, bias)["bias"] is bias) == inside
 
 
-def test_hopper_emulates_e8m0_and_smaller_blocks(monkeypatch):
-    assert set(calls_of_hopper(monkeypatch, (64, 64, 512), "e8m0", MX, MX)) == {"tables"}
-    assert set(calls_of_hopper(monkeypatch, (64, 64, 512), "fp32", MX, MX)) == {"tables"}
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     """Gives a function that makes every CUDA device one of a capability, with this torch and CUDA."""
@@ -360,33 +314,6 @@ def gpu(monkeypatch):
     yield become
     for function in cached:
         function.cache_clear()
-
-
-@pytest.mark.parametrize(("torch_version", "cuda"), [("2.8.0+cu128", "12.8"), ("2.9.1+cu128", "12.8"), ("2.8.0+cu129", "12.9")])
-def test_a_torch_without_the_product_is_refused_on_hopper_alone(torch_version, cuda, gpu):
-    with pytest.raises(
-        ValueError, match=rf"torch {torch_version.replace('+', '.')} with CUDA {cuda}.*NVIDIA H100.*torch 2.9 or later.*CUDA 12.9"
-    ):
-        check_blockwise(gpu((9, 0), torch_version, cuda))
-    check_blockwise(gpu((8, 0), torch_version, cuda))
-    check_blockwise(gpu((9, 0), "2.9.0a0+git12", "12.9"))
-    check_blockwise(torch.device("cpu"))
-
-
-def test_emulated_blocks_are_told_once_a_device(gpu):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_if_blocks_emulated(torch.device("cpu"), 32)
-        warn_if_blocks_emulated(gpu((9, 0)), 128)
-    for capability, columns in (((9, 0), 32), ((8, 9), 128), ((10, 0), 128)):
-        device = gpu(capability)
-        with pytest.warns(
-            UserWarning, match=rf"NVIDIA H100 .*has no GEMM for FP8 blocks of {columns} here.*dequantized values.*blockwise on Hopper"
-        ):
-            warn_if_blocks_emulated(device, columns)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            warn_if_blocks_emulated(device, columns)
 
 
 @every_pair

@@ -37,19 +37,6 @@ def fails():
     raise RuntimeError("no kernel\nfor this")
 
 
-def test_a_case_that_fails_is_a_row(monkeypatch):
-    monkeypatch.setattr(bench_grouped, "timed", lambda run, repeats: (run(), (1e-6, 2e-6, 3e-6))[1])
-    products = type("", (), {"cases": lambda self: [("torch BF16", "forward", int), ("ours", "forward", fails)]})
-    monkeypatch.setattr(bench_grouped, "Operands", lambda layer, load: products())
-    good, bad = bench_grouped.measure(SMALL, "balanced", 3)
-    assert (good["us"], good["over_bf16"], good["error"]) == (2.0, 1.0, "")
-    assert (bad["us"], bad["error"]) == ("", "RuntimeError: no kernel")
-    monkeypatch.setattr(bench_experts, "Experts", lambda *args: type("", (), {"cases": lambda self: [("FP8, forward", fails)]})())
-    monkeypatch.setattr(bench_experts, "peak", lambda run: run())
-    (row,) = bench_experts.measure("olmoe", 3)
-    assert (row["case"], row["us"], row["error"]) == ("FP8, forward", "", "RuntimeError: no kernel")
-
-
 def test_both_layers_compute_the_same(monkeypatch):
     monkeypatch.setattr(torch, "_grouped_mm", grouped_mm)
     experts = small_experts()
@@ -71,23 +58,6 @@ def test_the_plain_layer_pads_every_group_as_torchao_requires():
     assert all(end % 16 == 0 for end in ends)
     for a, b in zip(got, want, strict=True):
         assert sqnr_db(b.float(), a.float()) > 40
-
-
-@pytest.mark.parametrize("product", [lambda: grouped_mm, fails], ids=["loads", "does not load"])
-def test_torchao_is_a_case_if_it_is_installed(product, monkeypatch):
-    """With some versions of Triton it is installed and does not load: then the case fails, and the others run."""
-    experts = small_experts()
-    monkeypatch.setattr(bench_experts.importlib.util, "find_spec", lambda name: None)
-    assert [name for name, _ in experts.cases()][-1] == "BF16, forward and backward"
-    monkeypatch.setattr(bench_experts.importlib.util, "find_spec", lambda name: name == "torchao")
-    monkeypatch.setattr(bench_experts, "torchao_fp8", product)
-    (*_, (name, run)) = experts.cases()
-    assert name == "torchao FP8, forward and backward"
-    if product is fails:
-        with pytest.raises(RuntimeError, match="no kernel"):
-            run()
-    else:
-        assert len(run()) == 4
 
 
 @pytest.mark.gpu

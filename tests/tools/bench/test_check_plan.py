@@ -1,8 +1,12 @@
 """The comparison of predictions with rows: which rows it takes, what proves something, and that the limits hold."""
 
-from tools.bench import check_plan
-from tools.bench.baselines import bench_moe_baselines
-from tools.bench.derive_rates import FITTED, GRID, MOE, STEP
+import csv
+import subprocess
+
+import pytest
+
+from tools.bench import check_plan, derive_rates, rows
+from tools.bench.derive_rates import FITTED, GRID, STEP
 from tools.measurements import read
 
 # Trees that used more than planned: tensor-parallel ranks up to 0.6 GiB (it is not known where), context-parallel ranks 2 to 3 GiB, and
@@ -44,13 +48,6 @@ def test_every_row_of_ours_on_one_and_two_gpus_is_compared():
     assert sum(one.file == STEP for one in compared) == len(steps)
 
 
-def test_steps_of_other_libraries_are_not_compared(monkeypatch):
-    ours = row(MOE, commit="aaa504b9", case="O3")
-    others = [ours | {"case": name} for name in bench_moe_baselines.CASES.values()]
-    monkeypatch.setattr(check_plan, "read", lambda file: [ours, *others] if file == MOE else [])
-    assert [found["case"] for _, found in check_plan.rows()] == ["O3"]
-
-
 def test_a_row_becomes_the_run_it_measured():
     config = check_plan.configuration(row(STEP, commit="d77a990", case="O3 selective mlp"))
     assert config.training.recompute_modules == ("mlp",)
@@ -67,3 +64,57 @@ def test_errors_are_percent_of_the_measured():
     one = check_plan.Compared(STEP, {"ms": "200", "peak_gib": "10"}, 11.0, 150.0)
     assert (round(one.memory_error or 0), one.time_error) == (10, -25.0)
     assert check_plan.Compared(STEP, {"ms": "200", "peak_gib": ""}, 11.0, 150.0).memory_error is None
+
+
+# The planner's rates are what the rows give, and a row that is missing is said.
+
+
+def test_the_file_is_what_the_rows_give(capsys):
+    assert derive_rates.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_another_file_is_stale_and_written(tmp_path, capsys):
+    file = tmp_path / derive_rates.FILE
+    file.parent.mkdir(parents=True)
+    file.write_text("gpu\n")
+    assert derive_rates.main(["--check"], tmp_path) == 1
+    assert file.read_text() == "gpu\n"
+    assert derive_rates.main([], tmp_path) == 0
+    assert file.read_text() == derive_rates.text()
+    assert derive_rates.main(["--check"], tmp_path) == 0
+
+
+def test_rows_are_appended_under_one_header(tmp_path):
+    path = tmp_path / "new" / "a.csv"
+    rows.append(path, [{"case": "O0", "ms": 1}])
+    rows.append(path, [{"case": "O2", "ms": 2}, {"case": "O3", "ms": 3}])
+    with path.open(newline="") as stream:
+        found = list(csv.DictReader(stream))
+    assert found == [{"case": "O0", "ms": "1"}, {"case": "O2", "ms": "2"}, {"case": "O3", "ms": "3"}]
+
+
+def test_other_columns_are_refused_and_nothing_is_written(tmp_path):
+    path = tmp_path / "a.csv"
+    rows.append(path, [{"case": "O0", "ms": 1}])
+    before = path.read_text()
+    with pytest.raises(ValueError, match="write to another file"):
+        rows.append(path, [{"case": "O0", "seconds": 1}])
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize(("file", "mark"), [("tools/bench/results/step.csv", ""), ("docs/results/results.md", ""), ("msamp/optim.py", "+")])
+def test_code_with_uncommitted_changes_is_marked_and_results_are_not(tmp_path, monkeypatch, file, mark):
+    def git(*words):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *identity, "-C", str(tmp_path), *words], capture_output=True, text=True, check=True).stdout
+
+    (path := tmp_path / file).parent.mkdir(parents=True)
+    path.write_text("before")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    monkeypatch.setattr(rows, "ROOT", tmp_path)
+    head = git("rev-parse", "--short", "HEAD").strip()
+    assert rows.commit() == head
+    path.write_text("after")
+    assert rows.commit() == head + mark

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from helpers import dist, replayed
+from helpers import dist
 from helpers.refusals import code
 from megatron.lm.processes import process_groups
-from msamp.numerics import recipe
 from tools.bench import bench_data_parallel, bench_grid, bench_step, communication, training_steps
 
 TINY = "--seq-length 16 --num-layers 2 --hidden-size 32 --num-attention-heads 2 --lr-warmup-iters 1"
@@ -52,27 +51,6 @@ def table(folder, tool: str, cases: list[str], ranks: int, flags: str = TINY, pr
 def test_a_precision_has_a_row_with_the_flags_of_all_cases(tmp_path):
     (row,) = table(tmp_path, "step", ["O2 --adam-beta2 0.9"], 1)
     assert (row["case"], row["preset"], row["params_m"]) == ("O2 --adam-beta2 0.9", f"125m {TINY} --vocab-size 64", "0.0")
-
-
-def stages_and_records(folder: str) -> list[dict[str, object]]:
-    """Rows of steps that are recorded, and of steps replayed as a pipeline stage does."""
-    settings = vars(OPTIONS) | {"preset": "125m", "warm_up": 4, "steps": 2, "as_stage": False}
-    process_groups.initialize(training_steps.configuration("O2", OPTIONS))
-    recorded = settings | {"flags": f"{TINY} --record-precision {folder}/r.jsonl --record-interval 1"}
-    rows = [bench_step.measure("O2", argparse.Namespace(**recorded))]
-    with replayed.on_a_cpu():
-        staged = settings | {"flags": f"{TINY} --global-batch-size 6 --fp8-recipe tensorwise", "as_stage": True}
-        rows.append(bench_step.measure("O2", argparse.Namespace(**staged)))
-    return rows
-
-
-@pytest.mark.nightly
-def test_recorded_steps_and_steps_of_a_stage_name_themselves(tmp_path):
-    ((recorded, staged),) = dist.run(stages_and_records, 1, str(tmp_path), init=False)
-    assert recorded["case"] == "O2 recorded every 1"
-    assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 6
-    assert staged["case"] == "O2 (as a stage)"
-    assert staged["tokens_s_gpu"] == pytest.approx(3 * 2 * 16 / (staged["ms"] / 1e3), rel=0.05)
 
 
 @pytest.mark.nightly
@@ -126,13 +104,6 @@ def test_a_grid_counts_the_collectives_of_its_layers(tmp_path):
         assert float(row["table7_mib"]) == pytest.approx(sum(parts[:3]), abs=2e-3)
 
 
-@pytest.mark.parametrize("level", ["O0", *recipe.names()])
-def test_every_precision_has_a_configuration_for_one_process(level):
-    config = training_steps.configuration(level, argparse.Namespace(preset="13b", micro_batch_size=1, flags=""))
-    assert config.precision.name == ("bf16" if level == "O0" else level)
-    assert (config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel, config.num_micro_batches(1)) == (1, False, 1)
-
-
 def test_random_batches_repeat_and_shift_the_labels_by_one():
     stream = training_steps.random_batches(training_steps.configuration("O0", OPTIONS), 64, torch.device("cpu"))
     first, second = next(stream), next(stream)
@@ -154,12 +125,6 @@ def test_the_case_names_the_grid_whatever_the_preset_has():
     assert (own.model.num_layers, own.communication.grad_exchange, own.num_micro_batches(4)) == (3, "nccl", 1)
     accumulating = argparse.Namespace(**vars(OPTIONS) | {"flags": f"{TINY} --global-batch-size 32"})
     assert bench_data_parallel.configuration("O1", accumulating, 4).num_micro_batches(4) == 4
-
-
-def test_warm_up_fills_the_window_of_delayed_scaling():
-    cases = ("O0", "O1", "O3", "O3 --fp8-recipe tensorwise")
-    without_graphs = [bench_grid.warm_up(bench_grid.configuration(case, OPTIONS, 1)) for case in cases]
-    assert without_graphs == [3, 17, 17, 3]
 
 
 @pytest.mark.parametrize(
@@ -189,18 +154,3 @@ def test_what_does_not_fit_is_refused_before_anything_starts(arguments, message,
 )
 def test_exposed_is_communication_that_no_compute_covers(communication_at, compute_at, alone):
     assert communication.exposed(communication_at, compute_at) == alone
-
-
-def test_device_intervals_takes_kernels_and_copies_only():
-    names = [
-        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "kernel", 9000, 500),
-        ("gemm", "kernel", 1000, 2000),
-        ("Memcpy DtoD (Device -> Device)", "gpu_memcpy", 500, 250),
-        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "kernel", 4000, 1000),
-        ("nccl:all_to_all", "gpu_user_annotation", 0, 90000),
-        ("cudaLaunchKernel", "cuda_runtime", 0, 90000),
-    ]
-    events = [{"name": name, "cat": cat, "ts": ts, "dur": dur} for name, cat, ts, dur in names]
-    sent, computed = communication.device_intervals({"traceEvents": [{"ph": "M", "name": "process_name"}, *events]})
-    assert sent == [(4.0, 5.0), (9.0, 9.5)]
-    assert computed == [(0.5, 0.75), (1.0, 3.0)]

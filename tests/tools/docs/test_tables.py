@@ -1,10 +1,12 @@
 """Tables are SQL over the recorded rows: what a query gives, what it is refused for, and how pages are filled."""
 
 import statistics
+import subprocess
 
 import pytest
 
-from tools.docs import drawing, tables
+from tools.docs import drawing, promises, tables
+from tools.docs.evidence import History, unproven
 from tools.measurements import ROOT, read
 
 STEP = "tools/bench/results/step.csv"
@@ -68,3 +70,86 @@ def test_a_picture_is_current_until_its_numbers_change(tmp_path):
         drawing.draw(numbers, path)
         assert drawing.is_current(numbers, path)
         assert not drawing.is_current(numbers | {"other": 1}, path)
+
+
+# Rows that may be published: their commits are in the history, or the rows say that they are not.
+
+
+KNOWN = "0123456789abcdef0123456789abcdef01234567"
+WHOLE, SHALLOW = History(frozenset([KNOWN]), True), History(frozenset(), False)
+
+
+@pytest.mark.parametrize("commit", ["0123456", "0123456+", "fffffff+", "fffffff?"])
+def test_a_known_commit_and_a_marked_row_are_published(commit):
+    assert unproven([commit], "step.csv", WHOLE) == []
+
+
+@pytest.mark.parametrize("commit", ["fffffff", "unknown", "0"])
+def test_an_unknown_commit_is_refused_by_name(commit):
+    with pytest.raises(ValueError, match=commit):
+        unproven([commit], "step.csv", WHOLE)
+
+
+def test_a_row_without_a_commit_is_refused_in_any_clone():
+    for history in (WHOLE, SHALLOW):
+        with pytest.raises(ValueError, match="step"):
+            unproven([""], "step.csv", history)
+
+
+def test_a_shallow_clone_says_what_it_could_not_check():
+    assert unproven(["0123456", "fffffff"], "step.csv", SHALLOW) == ["step.csv: 0123456", "step.csv: fffffff"]
+
+
+def test_whole_shallow_and_absent_histories_are_told_apart(tmp_path):
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert not History.of(tmp_path / "nowhere").whole
+    git("init", "-q", "full")
+    for name in "ab":
+        git("-C", "full", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", name)
+    first, last = (git("-C", "full", "rev-parse", name) for name in ("HEAD~1", "HEAD"))
+    git("clone", "-q", "--depth", "1", f"file://{tmp_path}/full", "shallow")
+    full, shallow = History.of(tmp_path / "full"), History.of(tmp_path / "shallow")
+    assert full.whole
+    assert full.knows(first[:7])
+    assert not shallow.whole
+    assert (shallow.knows(first[:7]), shallow.knows(last[:7])) == (False, True)
+
+
+# The page of promises, from a small tree of tests.
+
+
+TEST = "import pytest\n\n\n@pytest.mark.promise({})\n@pytest.mark.nightly\ndef test_{}():\n    pass\n"
+
+
+def write(root, name: str, *markers: str) -> None:
+    file = root / "tests" / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n\n".join(TEST.format(marker, number) for number, marker in enumerate(markers)))
+
+
+def test_promises_are_listed_by_section_with_their_tests(tmp_path):
+    write(tmp_path, "b/test_b.py", '"Data", "It is read."', '"Checkpoints", "It is saved."')
+    write(tmp_path, "test_a.py", '"Data", "It is kept."')
+    lines = [line for line in promises.page(tmp_path).splitlines() if line.startswith(("## ", "- "))]
+    assert lines == [
+        "## Checkpoints",
+        "- It is saved. `tests/b/test_b.py::test_1`",
+        "## Data",
+        "- It is read. `tests/b/test_b.py::test_0`",
+        "- It is kept. `tests/test_a.py::test_0`",
+    ]
+
+
+@pytest.mark.parametrize("marker", ['"Data"', '"Data", TEXT', '"Data", "One.", "Two."'])
+def test_a_marker_of_another_form_is_refused_with_its_line(tmp_path, marker):
+    write(tmp_path, "test_a.py", marker)
+    with pytest.raises(ValueError, match=r"tests/test_a\.py:4: promise takes a section and a sentence"):
+        promises.page(tmp_path)
+
+
+def test_one_sentence_on_two_tests_is_refused(tmp_path):
+    write(tmp_path, "test_a.py", '"Data", "It is read."', '"Data", "It is read."')
+    with pytest.raises(ValueError, match="and so does another test"):
+        promises.promises(tmp_path)

@@ -12,7 +12,7 @@ import pytest
 from megatron.lm.config.cli import parse_args
 from megatron.lm.config.rules.training import schedule
 from tools.reproduce import compare_precisions
-from tools.reproduce.compare_precisions import COLUMNS, Job, command, complete, seeds_of, train
+from tools.reproduce.compare_precisions import COLUMNS, Job, command, complete, train
 
 
 def options(folder: Path, flags: str = "") -> argparse.Namespace:
@@ -34,22 +34,6 @@ def test_a_training_is_told_its_precision_seed_and_course(tmp_path: Path):
     assert (config.precision.name, config.training.seed, config.training.train_iters) == ("O2", 7, 100)
     assert config.optimizer.adam_beta2 == 0.999
     assert (config.training.global_batch_size, config.training.eval_interval) == (4, 25)
-
-
-def test_a_precision_may_have_flags_and_names_its_folder(tmp_path: Path):
-    text = "O2 --master-format bf16"
-    assert seeds_of([f"{text}=3", "bf16=2:6"]) == {text: range(3), "bf16": range(2, 6)}
-    job = compare_precisions.job_of(text, 1, 8)
-    assert job.name == "O2-master-format-bf16_1"
-    assert parse_args(command(job, options(tmp_path))[3:]).precision.master_format == "bf16"
-
-
-@pytest.mark.parametrize("steps", [4, compare_precisions.SPEED_STEPS, compare_precisions.STEPS])
-def test_the_trainer_takes_every_length(steps: int, tmp_path: Path):
-    job = Job(precision="O2", seed=7, steps=steps, name="O2_0")
-    config = parse_args(command(job, options(tmp_path))[3:])
-    assert list(schedule(config, 1)) == []
-    assert config.optimizer.lr_warmup_iters == min(150, steps // 4)
 
 
 def test_the_table_by_hand_and_what_is_complete_is_kept(
@@ -76,45 +60,6 @@ def test_the_table_by_hand_and_what_is_complete_is_kept(
     assert "O2 against bf16: +0.3000 nats per token, +7.50 %, one seed, no interval: too small to say" in told
     assert compare_precisions.main([*arguments, "--at-once", "2"]) == 0
     assert started[3:] == ["bf16_alone", "O2_alone"]
-
-
-def test_losses_alone_have_no_short_runs_and_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    started = []
-
-    def pretend(job: Job, options: argparse.Namespace) -> list[str]:
-        started.append(job.name)
-        path, text = options.out / job.name / "metrics.jsonl", metrics(job, 4.0, 100.0)
-        return [sys.executable, "-c", f"open({str(path)!r}, 'w').write({text!r})"]
-
-    monkeypatch.setattr(compare_precisions, "command", pretend)
-    monkeypatch.setattr(compare_precisions, "cards", lambda processes: [""])
-    arguments = ["--out", str(tmp_path), "--precisions", "bf16", "O2", "--seeds", "bf16=2", "O2=2", "--steps", "8", "--no-speed"]
-    assert compare_precisions.main([*arguments, "--at-once", "4"]) == 0
-    assert sorted(started) == ["O2_0", "O2_1", "bf16_0", "bf16_1"]
-    with (tmp_path / "precisions.csv").open() as stream:
-        assert [(row["seeds"], row["tokens_s"], row["peak_gib"]) for row in csv.DictReader(stream)] == [("2", "", "3")] * 2
-
-
-def test_a_training_that_fails_is_named_and_the_others_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    def pretend(job: Job, options: argparse.Namespace) -> list[str]:
-        path, text = options.out / job.name / "metrics.jsonl", metrics(job, 4.0, 1.0)
-        return [sys.executable, "-c", "raise SystemExit(3)" if job.name == "O2_1" else f"open({str(path)!r}, 'w').write({text!r})"]
-
-    monkeypatch.setattr(compare_precisions, "command", pretend)
-    assert compare_precisions.main(["--out", str(tmp_path), "--precisions", "O2", "--seeds", "O2=2", "--steps", "8"]) == 1
-    told = capsys.readouterr().out
-    assert "O2_1: failed with 3" in told
-    assert "| O2 | 1 | 4.0 |" in told
-    assert told.endswith("missing: O2_1\n")
-
-
-def test_nothing_complete_writes_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(compare_precisions, "command", lambda job, options: [sys.executable, "-c", "raise SystemExit(3)"])
-    assert compare_precisions.main(["--out", str(tmp_path), "--precisions", "bf16", "--seeds", "--steps", "8"]) == 1
-    assert capsys.readouterr().out.splitlines() == [f"bf16_0: failed with 3, see {tmp_path}/bf16_0/log.txt", "missing: bf16_0"]
-    assert not (tmp_path / "precisions.csv").exists()
 
 
 @pytest.mark.parametrize("left", ['{"kind": "precision"}\n', metrics(Job(precision="bf16", seed=1, steps=4, name="bf16_0"), 3.0, 1.0)])
@@ -164,16 +109,3 @@ def test_every_visible_card_takes_its_share(tmp_path: Path, monkeypatch: pytest.
     jobs = [Job(precision="bf16", seed=seed, steps=8, name=f"bf16_{seed}") for seed in range(4)]
     compare_precisions.train_all(jobs, options(tmp_path), at_once=2)
     assert sorted(file.read_text() for file in tmp_path.glob("*.card")) == ["2", "2", "5", "5"]
-
-
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        *((text, "give PRECISION=N") for text in ("bf16", "bf16=0", "O2=two", "bf16=2:2", "bf16=:3")),
-        ("O9=2", "'O9' is unknown"),
-        ("O2+rows=2", "'rows' is unknown"),
-    ],
-)
-def test_seeds_that_cannot_be_are_refused(text: str, word: str):
-    with pytest.raises(ValueError, match=word):
-        seeds_of([text])

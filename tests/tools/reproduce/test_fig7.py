@@ -2,7 +2,6 @@ import contextlib
 import csv
 import io
 import math
-import statistics
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ import torch
 
 from helpers import dist, tiny
 from helpers.numerics import make
-from helpers.refusals import code
 from megatron.lm.config.cli import to_argv
 from msamp.comm.exchange import FP32SumWire, NCCLWire
 from msamp.comm.grad_scaling import MU_MAX, AutoScale
@@ -57,45 +55,6 @@ def test_a_row_for_every_size_block_and_strategy(made):
     common = {"model": "gpt-2x32", "opt_level": "O2", "train_iters": "20", "micro_batch": "4", "commit": "abc1234", "seed": "1234"}
     assert all(common.items() <= row.items() for row in table)
     assert float(table[0]["loss"]) < math.log(tiny.VOCABULARY)
-
-
-@pytest.mark.nightly(20)
-def test_a_block_alone_has_the_rows_that_it_has_among_all(made, tmp_path):
-    ((table, _),) = dist.run(reproduce, 1, str(tmp_path), "--blocks", "1", init=False)
-    assert table == [row for row in made[1] if row["block"] == "1"]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("dp", [2, 4])
-def test_the_strategies_differ_as_their_arithmetic_says(made, dp):
-    def mean(strategy: str, name: str) -> float:
-        return statistics.fmean(
-            float(row[name]) for row in made[1] if (row["dp"], row["strategy"], row["order"]) == (str(dp), strategy, "chain")
-        )
-
-    for strategy in ("pre", "post", *fig7.RULES):
-        # Of two ranks the sum is rounded once either way.
-        assert mean("fp32-sum", "snr_db") > mean(strategy, "snr_db") - (0.1 if dp == 2 else 0)
-    assert mean("post", "overflow") >= mean("pre", "overflow")
-    assert mean("pre", "underflow_local") > mean("post", "underflow_local")
-    assert mean("pre", "overflow_local") == 0
-    for rule in fig7.RULES:
-        # mu adapts on other batches, where one element of a tensor's 1,024 may saturate; here two may.
-        assert mean(rule, "overflow") <= max(mean("post", "overflow"), 2e-3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--dp", "1", "2"], "argument --dp: 1 is out of range: give 2"),
-        (["--mu-steps", "-1"], "argument --mu-steps: -1 is out of range: give 0"),
-        (["--dp", "2"], "--data-path"),
-        (["--dp", "2", "--blocks", "3", "12"], "--blocks 12: the model has blocks 0 to 11; give some of them"),
-    ],
-)
-def test_bad_input_is_refused_with_what_to_do(arguments, message, capsys):
-    assert code(fig7.main, arguments) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_the_simulated_exchange_is_the_definition():

@@ -79,25 +79,6 @@ def test_sizes_stand_side_by_side_and_again_forgets_one(tmp_path):
     assert {size: sum(row["size"] == size for row in found) for size in ("toy", "full")} == {"toy": 6, "full": 6}
 
 
-def test_files_are_kept_from_call_to_call_until_it_runs_again(tmp_path):
-    kept, other = tmp_path / "kept" / "a-b" / "trials.csv", tmp_path / "kept" / "b-c" / "trials.csv"
-    for file in (kept, other):
-        file.parent.mkdir(parents=True)
-        file.write_text("ms\n1\n")
-    rows(entry([]), "toy", tmp_path)
-    assert kept.exists()
-    rows(entry([]), "toy", tmp_path, again=True)
-    assert not kept.exists()
-    assert other.exists()
-
-
-def test_a_row_on_file_keeps_its_place():
-    place = {"commit": "0123456", "gpu": "NVIDIA H200", "torch": "2.11", "date": "2026-11-22", "driver": "580", "other": "x"}
-    common = dict.fromkeys(keep.COLUMNS, "") | {"commit": "fffffff", "gpu": "cpu"}
-    row = keep.row_of(Finding("a", 1.0, where=place), common)
-    assert {key: row[key] for key in keep.PLACE} == {key: place[key] for key in keep.PLACE}
-
-
 def test_a_piece_without_findings_and_a_foreign_file_are_refused(tmp_path):
     empty = Entry(name="a-b", title="A", claim="C.", run=lambda task: [], sizes={"toy": Needs()})
     with pytest.raises(ValueError, match="a-b, piece whole, has no results"):
@@ -105,28 +86,6 @@ def test_a_piece_without_findings_and_a_foreign_file_are_refused(tmp_path):
     (tmp_path / "a-b.csv").write_text("x,y\n1,2\n")
     with pytest.raises(ValueError, match=r"is not a results file of tools\.reproduce"):
         rows(entry([]), "toy", tmp_path)
-
-
-def test_named_pieces_run_beside_each_other_and_each_is_kept(tmp_path):
-    meeting, ran = threading.Barrier(2, timeout=20), []
-
-    def run(task):
-        meeting.wait()  # neither is over before the other has begun
-        ran.append(task.piece)
-        yield Finding(task.piece, 1.0)
-
-    one = dataclasses.replace(entry([]), run=run, apart=True)
-    asked = {"pieces": ["three", "one"], "at_once": 2}
-    told = dict(keep.run(one, "toy", TEXT, tmp_path, "abc1234", False, **asked))
-    assert sorted(told) == sorted(ran) == ["one", "three"]
-    assert keep.missing(one, "toy", keep.read(tmp_path / "a-b.csv")) == ["two"]
-    assert list(keep.run(one, "toy", TEXT, tmp_path, "abc1234", False, **asked)) == []
-    assert [piece for piece, _ in keep.run(entry([]), "toy", TEXT, tmp_path, "abc1234", True, ["one"])] == ["one"]  # and "three" stays
-    assert keep.missing(one, "toy", keep.read(tmp_path / "a-b.csv")) == ["two"]
-    with pytest.raises(ValueError, match="--at-once 2: the pieces of a-b share this process"):
-        next(keep.run(entry([]), "toy", TEXT, tmp_path, None, False, at_once=2))
-    with pytest.raises(ValueError, match="--pieces 'four': size toy of a-b has 'one', 'two', 'three'"):
-        next(keep.run(one, "toy", TEXT, tmp_path, None, False, ["four"]))
 
 
 def test_a_piece_that_fails_beside_others_costs_none_of_them(tmp_path):
@@ -142,15 +101,6 @@ def test_a_piece_that_fails_beside_others_costs_none_of_them(tmp_path):
     with pytest.raises(RuntimeError, match="killed"):
         list(keep.run(one, "toy", TEXT, tmp_path, "abc1234", False, ["one", "two"], at_once=2))
     assert keep.missing(one, "toy", keep.read(tmp_path / "a-b.csv")) == ["one", "three"]
-
-
-def test_a_row_of_another_machine_takes_nothing_of_this_one():
-    """A finding of a row without a driver must not name this machine's."""
-    common = {"size": "kept", "piece": "whole", "command": "c", "seconds": "1"} | dict.fromkeys(keep.PLACE, "here")
-    there = keep.row_of(Finding("q", 1.0, where={"gpu": "H200", "commit": "abc1234"}), common)
-    assert {name: there[name] for name in keep.PLACE} == {"date": "", "commit": "abc1234", "gpu": "H200", "driver": "", "torch": ""}
-    for where in ({}, {"accuracy": "0.6"}):  # a row that says nothing of its machine was made here
-        assert keep.row_of(Finding("q", 1.0, where=where), common)["torch"] == "here"
 
 
 def test_computed_results_are_replaced_where_a_value_or_its_source_has_changed(tmp_path):

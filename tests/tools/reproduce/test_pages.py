@@ -52,10 +52,6 @@ def test_the_largest_size_that_has_rows_is_shown(root):
     assert "1.1" not in text
 
 
-def test_curves_are_of_one_seed(root):
-    assert pages.curves(pages.published(ONE, root)[1]) == {"a, curve": [[1.0, 2.0], [3.0, 2.0]]}
-
-
 @pytest.mark.parametrize(
     ("ours", "paper", "unit", "difference"),
     [("1.1", "1", "GiB", "+10.0 %"), ("47.25", "29", "%", "+18.2"), ("3", "0", "", "+3"), ("fits", "fits", "", "same"),

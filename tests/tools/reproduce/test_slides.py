@@ -1,22 +1,17 @@
 """The slides' entries that take seconds."""
 
+from datetime import date
 from pathlib import Path
 
 import pytest
+import torch
 
-from tools.reproduce import slides
-from tools.reproduce.entry import Task
+from helpers.refusals import code
+from tools.reproduce import __main__ as reproduce
+from tools.reproduce import keep, slides
+from tools.reproduce.entry import ENTRIES, Task
 
 TASK = Task("toy", "whole", Path("text"), Path("folder"))
-
-
-def test_fp16_has_the_intervals_of_the_table_and_rounds_to_nearest():
-    found = {finding.quantity: finding.ours for finding in slides.numbers(TASK)}
-    assert sum(": interval" in quantity for quantity in found) == 30
-    assert found["from 0 to 2^-13: interval"] == 2**-24
-    assert found["intervals that differ"] == 0
-    assert found["smallest whole number that becomes infinity"] == 65520
-    assert found["0.75 x 2^-24 becomes"] == 2**-24
 
 
 def test_an_fp16_weight_loses_small_updates_and_a_copy_does_not():
@@ -24,16 +19,6 @@ def test_an_fp16_weight_loses_small_updates_and_a_copy_does_not():
     assert found["update of 2^-12 of the weight, FP16 alone: share that arrives"].ours == 0
     assert found["update of 2^-12 of the weight, FP32 copy: share that arrives"].ours == 1
     assert len(found) == 10
-
-
-def test_accuracies_are_compared_by_seed(monkeypatch):
-    accuracies = {("O0", 1): 80.0, ("O2", 1): 81.0, ("O0", 2): 70.0, ("O2", 2): 70.5}
-    monkeypatch.setattr(slides.fp16_classifier, "accuracy", lambda level, seed, steps, width: accuracies[level, seed])
-    found = {(finding.quantity, finding.seed): finding for finding in slides.classification(TASK)}
-    mean = found["mixed precision less FP32, mean", None]
-    assert (mean.ours, mean.paper) == (0.75, pytest.approx((0.16 + 0.03 + 0.10 - 0.01 + 0.28 + 0.12) / 6))
-    assert found["half width of its 95 % interval", None].ours == pytest.approx(12.7062 * 0.25)
-    assert found["FP32: accuracy", 2].ours == 70.0
 
 
 def test_values_below_the_smallest_are_counted_among_those_that_are_not_zero(tmp_path):
@@ -46,8 +31,60 @@ def test_values_below_the_smallest_are_counted_among_those_that_are_not_zero(tmp
         assert 0 <= gradients < updates < 100
 
 
-def test_the_language_model_has_a_row_for_each_loss_scale(tmp_path):
-    (tmp_path / "text").write_text("The quick brown fox jumps over the lazy dog. " * 40)
-    found = {finding.quantity for finding in slides.language_model(Task("toy", "whole", tmp_path / "text", tmp_path))}
-    assert {f"FP16, loss scale {scale}: validation loss" for scale in ("1.0", "8.0", "128.0", "dynamic")} <= found
-    assert "activation gradients below 2^-24, loss scale 128" in found
+# `python -m tools.reproduce`: the list, a toy, and what it refuses.
+
+
+def test_the_list_has_no_row_without_a_result_or_a_reason(tmp_path, capsys):
+    assert reproduce.main(["--list", "--out", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[::3]] == list(ENTRIES)
+    assert len(lines) == 3 * len(ENTRIES)
+    for (name, one), sizes, state in zip(ENTRIES.items(), lines[1::3], lines[2::3], strict=True):
+        assert state.strip() == "no result yet", name
+        assert all(f"{size} ({needs})" in sizes for size, needs in one.sizes.items())
+
+
+def test_a_toy_is_kept_told_and_listed(tmp_path, capsys):
+    assert reproduce.main(["collage-table1", "--size", "toy", "--out", str(tmp_path), "--commit", "abc1234"]) == 0
+    told = capsys.readouterr().out
+    assert "beta2 0.99, first component: 0.988281  (paper: 0.9893)" in told
+    assert (tmp_path / "collage-table1.csv").is_file()
+    assert reproduce.main(["--list", "--out", str(tmp_path)]) == 0
+    assert "toy done" in capsys.readouterr().out
+
+
+def test_the_list_says_how_old_results_are_and_how_far_losses_are_apart(tmp_path):
+    rows = [
+        {
+            "quantity": f"{run} at 125M: validation loss",
+            "ours": f"{loss + 0.01 * seed}",
+            "seed": str(seed),
+            "date": f"2026-11-2{seed}",
+            "commit": commit,
+        }
+        for run, loss in (("bf16", 5.0), ("O3", 5.01))
+        for seed, commit in ((1, "abc1234"), (2, "abc1235?"))
+    ]
+    empty = dict.fromkeys(keep.COLUMNS, "") | {"size": "kept", "piece": "whole"}
+    keep.write(tmp_path / "fp8lm-figure4.csv", [empty | row for row in rows])
+    lines = "\n".join(reproduce.listing(tmp_path, date(2026, 11, 30)))
+    assert "kept: measured 2026-11-21 to 2026-11-22 (9 days ago), commit abc1234, abc1235?, not all of them in the history" in lines
+    assert "O3 at 125M against bf16 at 125M: +0.0100 nats per token, +0.20 % (95 % interval" in lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "give the NAME of an entry, or --list"),
+        (["fp8lm-table1", "--list"], "give the NAME of an entry, or --list"),
+        (["fp8lm-table11"], "'fp8lm-table11' is not an entry: choose one of fp8lm-figure1"),
+        (["fp8lm-table1", "--size", "huge"], "--size huge: fp8lm-table1 has toy"),
+        (["slides-tensor-cores"], "slides-tensor-cores needs 1 GPU(s); this machine has 0: run it there"),
+        (["slides-lstm", "--size", "full"], "--size full of slides-lstm needs 1 GPU(s); this machine has 0"),
+    ],
+)
+def test_bad_input_is_refused_with_what_to_do(arguments, told, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert code(reproduce.main, [*arguments, "--out", str(tmp_path)]) == 2
+    assert told in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

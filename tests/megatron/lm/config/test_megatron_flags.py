@@ -11,8 +11,7 @@ from helpers import refusals, tiny
 from helpers.megatron_lines import BY_LINE
 from megatron.lm.config.cli import known_flags, parse, parse_args, to_argv
 from megatron.lm.config.megatron_flags.apply import apply, given_by
-from megatron.lm.config.megatron_flags.listing import WIDTH, help_sections
-from megatron.lm.config.megatron_flags.table import ACCEPTED, DROPPED, REFUSED, TRANSLATED, FlagRow, closest, find, rows, rows_of, spelled
+from megatron.lm.config.megatron_flags.table import ACCEPTED, DROPPED, REFUSED, TRANSLATED, FlagRow, find, rows, rows_of, spelled
 from megatron.lm.config.rules.check import check
 from megatron.lm.run import trainer
 
@@ -83,12 +82,6 @@ def test_a_family_serves_the_flags_that_have_no_row_of_their_own():
     assert find("--hybrid-attention-ratio", ["0.0"], given).treatment == DROPPED
     assert find("--hybrid-attention-ratio", ["0.5"], given).treatment == REFUSED
     assert find("--no-such-flag", [], given) is None
-
-
-def test_only_a_misspelling_has_a_hint():
-    known = ("--train-iters", "--lr", "--override-data", "--min-lr", "--tensor-model-parallel-size", "--seed")
-    assert [closest(word, known) for word in ("--trian-iters", "--sede", "--lr")] == ["--train-iters", "--seed", "--lr"]
-    assert [closest(word, known) for word in ("--mock-data", "--max-lr")] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -280,9 +273,3 @@ def test_megatron_defaults_apply_to_absent_flags():
     fp8 = settings("--megatron_defaults --opt-level O2").precision
     assert (fp8.fp8_amax_history_len, fp8.fp8_amax_compute_algo) == (1, "most_recent")
     assert settings("--megatron-defaults --preset llama3-8b").model.rotary_base == 5e5
-
-
-def test_the_help_lists_the_rows():
-    shown = help_sections()
-    assert all(row.treatment == ACCEPTED or row.line in shown for row in rows() if not row.conditional and row.subject != "removed")
-    assert max(map(len, shown.splitlines())) <= WIDTH

@@ -1,7 +1,5 @@
 """Which recipe the flags name, how they vary it, and the formats of each kind of parameter."""
 
-import dataclasses
-import pickle
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -39,15 +37,6 @@ def test_recipe_name(flags, name):
     assert precision.named == precision.recipe == recipe.by_name(name)
 
 
-def test_the_recipe_is_made_once_and_does_not_travel():
-    precision = PrecisionConfig(precision="O3", optimizer_state="coat")
-    assert precision.recipe is precision.recipe
-    sent = pickle.loads(pickle.dumps(precision))
-    assert (sent, hash(sent), vars(sent).get("recipe")) == (precision, hash(precision), None)
-    assert sent.recipe == precision.recipe
-    assert dataclasses.replace(precision, optimizer_state=None).recipe == recipe.by_name("O3")
-
-
 @pytest.mark.parametrize(
     ("flags", "has_fp8_gradients", "accumulated_in"),
     [
@@ -66,15 +55,6 @@ def test_gradients_of_micro_batches(flags, has_fp8_gradients, accumulated_in):
     precision = PrecisionConfig(**flags)
     assert (precision.named.fp8 and precision.recipe.fp8_gradients) is has_fp8_gradients
     assert precision.grad_accum == accumulated_in
-
-
-@pytest.mark.parametrize("name", recipe.names())
-def test_a_recipe_by_itself_is_what_its_constant_says(name):
-    precision = PrecisionConfig(precision=name)
-    assert precision.recipe == recipe.by_name(name)
-    assert precision.kept_activations == recipe.by_name(name).activations
-    assert precision.grad_accum == recipe.by_name(name).accumulator
-    assert PrecisionConfig(precision=name, save_activations="coat").kept_activations == "coat"
 
 
 def test_recipes_of_the_flags():
@@ -99,17 +79,6 @@ def test_fast_accumulation_of_the_flags(way: str | None):
         plain, gemm = (build_recipe(PrecisionConfig(precision=level, fp8_fast_accumulation=which)).gemm for which in (None, way))
         assert (gemm.output.fast, gemm.grad_input.fast, gemm.grad_weight.fast) == FAST[way]
         assert gemm.casts == plain.casts
-
-
-def test_blocks_have_no_fast_accumulation():
-    assert not build_recipe(PrecisionConfig(opt_level="O2", fp8_recipe="blockwise", fp8_fast_accumulation="none")).gemm.output.fast
-    with pytest.raises(ValueError, match="fast accumulation"):
-        build_recipe(PrecisionConfig(opt_level="O2", fp8_recipe="blockwise", fp8_fast_accumulation="all"))
-
-
-def test_another_way_to_accumulate_is_refused_by_name():
-    with pytest.raises(ValueError, match="gradients"):
-        recipe.O2.gemm.with_fast("gradients")
 
 
 def test_state_formats_of_the_flags():
@@ -233,11 +202,3 @@ def test_a_resume_takes_the_checkpoint_s_scaling(name: str, level: str):
 def test_a_resume_with_other_values_is_refused_with_both_and_the_ways_out(saved: dict, given: dict, said: str):
     with pytest.raises(ValueError, match=said):
         with_saved_scaling(PrecisionConfig(opt_level="O2", **given), PrecisionConfig(opt_level="O2", **saved))
-
-
-@pytest.mark.parametrize(("now", "then"), [("coat", "O2"), ("O2", "bf16")])
-def test_a_recipe_that_casts_otherwise_keeps_its_own_scaling(now: str, then: str):
-    variation = {"fp8_amax_history_len": 4} if then == "O2" else {}
-    plain = PrecisionConfig(precision=now)
-    assert with_saved_scaling(plain, PrecisionConfig(precision=then, **variation)) is plain
-    assert with_saved_scaling(plain, None) is plain

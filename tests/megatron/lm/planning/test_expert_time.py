@@ -124,11 +124,3 @@ def test_the_router_launches_as_many_kernels_as_are_counted(losses: tuple[str, .
             torch.autograd.grad(probs, [x, router.weight], grad)
     expected = expert_time.KERNELS + expert_time.KERNELS_AUX * ("aux" in losses) + expert_time.KERNELS_Z * ("z" in losses)
     assert kernels.count == expected
-
-
-def test_eager_steps_are_refused_with_the_reason():
-    assert expert_time.refusal(parse_args(["--preset", "1.3b", "--cuda-graph", "none"])) is None
-    with pytest.raises(ValueError, match="--cuda-graph none"):
-        step("--opt-level O3 --cuda-graph none")
-    with pytest.raises(ValueError, match="recomputation"):
-        step(f"--opt-level O0 {RECOMPUTED}")

@@ -22,15 +22,6 @@ def test_between_two_sizes_a_rate_goes_with_the_logarithm_and_outside_it_stays()
     assert [rates("gemm", 16), rates("gemm", 10**6)] == [1e15, 1.4e15]
 
 
-def test_units_are_si():
-    rates = some(
-        ("a", None, 2.0, "ps"), ("b", None, 3.0, "us"), ("c", None, 4.0, "GB/s"), ("d", None, 5.0, "TB/s"), ("e", None, 0.5, "share")
-    )
-    assert [rates(name) for name in "abcde"] == pytest.approx([2e-12, 3e-6, 4e9, 5e12, 0.5])
-    with pytest.raises(KeyError, match="'f'"):
-        rates("f")
-
-
 def test_another_gpu_has_the_quotients_of_the_data_sheets():
     rows = (("gemm", None, 1000.0, "TFLOP/s"), ("norm", None, 6.0, "ps"), ("update", None, 3.0, "TB/s"), ("link", None, 320.0, "GB/s"))
     h200, h100 = some(*rows), some(*rows, gpu="h100")
@@ -50,11 +41,6 @@ def test_the_file_has_rows_of_the_h200_and_says_that_others_are_scaled():
     assert "none on" not in h200.note
     assert all("links between hosts: not measured" in rates.note for rates in (h200, h100))
     assert all(row.source and row.commit and math.isfinite(row.value) and row.value > 0 for row in h200.rows)
-
-
-def test_an_unknown_gpu_is_refused_with_the_list():
-    with pytest.raises(ValueError, match="--gpu"):
-        rates_of("a100")
 
 
 def machines(gpus: int) -> Cluster:

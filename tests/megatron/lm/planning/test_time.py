@@ -12,7 +12,6 @@ SMALL = (
     "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 1024 --micro-batch-size 2 --lr 1e-3 "
     "--train-iters 9 --fp8-min-gain 0"
 )
-TP, PP = "--tensor-model-parallel-size 2 --sequence-parallel", "--pipeline-model-parallel-size 2"
 
 
 def flags(text: str) -> Config:
@@ -93,8 +92,3 @@ def test_the_exchange_hides_behind_backward():
     assert "data-parallel, exposed" not in step(model, 8).seconds
     assert step(f"{model} --no-overlap-grad-reduce", 8).seconds["data-parallel, exposed"] > 0
     assert step(model, 16, network=0.1e9).seconds["data-parallel, exposed"] > 1
-
-
-def test_fp32_has_no_rate():
-    with pytest.raises(ValueError, match="--precision fp32"):
-        step(f"{SMALL} --precision fp32")

@@ -21,11 +21,6 @@ def test_each_form_is_the_same_conversation(row):
     assert conversation(row, "row 1") == [ASKED, ANSWERED]
 
 
-def test_an_input_follows_the_instruction_and_a_system_text_precedes_it():
-    found = conversation({"instruction": "add", "input": "2 and 2", "output": "4", "system": "be brief"}, "row 1")
-    assert found == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "add\n\n2 and 2"}, ANSWERED]
-
-
 @pytest.mark.parametrize(
     "row",
     [
@@ -65,11 +60,6 @@ def test_a_file_without_rows_is_refused(tmp_path, text, said):
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=said):
         rows(file)
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="does not exist"):
-        rows(tmp_path / "none")
 
 
 @pytest.mark.parametrize(

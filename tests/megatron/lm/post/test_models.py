@@ -47,12 +47,6 @@ def test_a_frozen_model_has_one_byte_a_linear_weight_and_no_gradient(folder, lev
     assert stored(model).weights == 4 * (stored(model).parameters - n) + n + 4 * len(layers)
 
 
-def test_at_bf16_a_frozen_model_stays_as_it_is(folder):
-    model = models.freeze(policy(folder), msamp.recipes.by_name("O0"))
-    assert not any(isinstance(m, FP8Linear) for m in model.modules())
-    assert not any(p.requires_grad for p in model.parameters())
-
-
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @torch.no_grad()
 def test_a_reference_computes_what_the_policy_computes_at_its_start(folder, level):
@@ -85,21 +79,6 @@ def test_a_reward_model_with_another_tokenizer_is_refused(folder, rewarder, tmp_
     words.add_tokens(["<|new|>"])
     with pytest.raises(ValueError, match=r"is not the policy's \(262 tokens\): give a reward model that was trained with"):
         models.reward_model(rewarder, torch.float32, CPU, words)
-
-
-def test_a_chat_model_is_no_reward_model(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"is missing 1 tensors of a LlamaForSequenceClassification \(score.weight\)"):
-        models.reward_model(folder, torch.float32, CPU, models.load_tokenizer(folder))
-
-
-def test_a_classifier_is_no_reward_model(folder, tmp_path):
-    words, model = models.load_tokenizer(folder), models.load_model(
-        folder, "AutoModelForSequenceClassification", torch.float32, CPU, fresh="score", num_labels=3
-    )  # fmt: skip
-    model.save_pretrained(tmp_path)
-    words.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is not a reward model, its head has 3 outputs"):
-        models.reward_model(tmp_path, torch.float32, CPU, words)
 
 
 def test_a_model_of_which_a_part_is_missing_is_refused(folder, tmp_path):
@@ -142,24 +121,6 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(folder, tmp_path):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(ValueError, match="must be a fast one with an eos_token"):
         models.load_tokenizer(tmp_path)
-
-
-def test_too_many_tokens_or_positions_are_refused(folder):
-    model, words = policy(folder), models.load_tokenizer(folder)
-    models.check_vocabulary(model, words)
-    words.add_tokens(["<|new|>"])
-    with pytest.raises(ValueError, match="has 262 tokens but the model has 261 embeddings"):
-        models.check_vocabulary(model, words)
-    models.check_positions(model, 512, "--seq-length")
-    with pytest.raises(ValueError, match="--seq-length is 513, but LlamaForCausalLM has positions for 512 tokens"):
-        models.check_positions(model, 513, "--seq-length")
-
-
-@pytest.mark.parametrize("name", ["transformers", "peft"])
-def test_a_missing_package_is_refused_with_how_to_install_it(monkeypatch, name):
-    monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ValueError, match=f"{name} is not installed .*pip install"):
-        models.need(name)
 
 
 def test_lora_without_peft_is_refused_before_anything_changes(folder, monkeypatch):

@@ -65,11 +65,6 @@ def test_the_loss_of_a_pack_is_the_sum_of_its_conversations(model):
     assert torch.allclose(loss([given], 20), apart, rtol=1e-6)
 
 
-def test_a_model_that_separates_is_let_pass_and_stays_in_its_mode(model):
-    check_separates(model)
-    assert not model.training
-
-
 def test_a_model_that_does_not_is_refused(model):
     class Deaf(torch.nn.Module):
         config = model.config
@@ -91,15 +86,3 @@ def test_long_conversations_are_refused_cut_or_dropped():
         fitting(given, 16)
     assert [len(each.tokens) for each in fitting(given, 16, "cut")] == [6, 16, 9]
     assert [len(each.tokens) for each in fitting(given, 16, "drop")] == [6, 9]
-
-
-def test_a_cut_that_leaves_no_answer_is_refused():
-    with pytest.raises(ValueError, match="the question of conversation 1 alone fills --seq-length 8"):
-        fitting([example(20)], 8, "cut")
-
-
-def test_nothing_left_and_unknown_words_are_refused():
-    with pytest.raises(ValueError, match="no conversation has at most --seq-length 8"):
-        fitting([example(20)], 8, "drop")
-    with pytest.raises(ValueError, match="--long-rows 'shorten' is unknown"):
-        fitting([example(4)], 8, "shorten")

@@ -1,6 +1,5 @@
 """Checkpoints of a run: whole or not there, of the same settings, the newest two; and the model at its end."""
 
-import argparse
 import os
 import random
 
@@ -25,13 +24,6 @@ def test_the_newest_is_loaded_and_two_stay(tmp_path):
     assert (found["step"], found["content"]["x"].tolist()) == (10, [10.0] * 4)
     assert len(found["metrics"]) == 10
     assert len(post_runs.metrics(tmp_path)) == 10
-
-
-def test_where_nothing_is_nothing_is_loaded(tmp_path):
-    assert saved.load(tmp_path / "none", SETTINGS, "cpu") is None
-    assert saved.load(tmp_path, SETTINGS, "cpu") is None
-    (tmp_path / "step_00000001.pt.partial").touch()
-    assert saved.load(tmp_path, SETTINGS, "cpu") is None
 
 
 @pytest.mark.parametrize("renames", range(4))
@@ -70,12 +62,6 @@ def test_a_pickle_of_something_else_runs_nothing(tmp_path):
         saved.load(tmp_path, SETTINGS, "cpu")
 
 
-def test_a_folder_of_other_files_is_refused(tmp_path):
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ValueError, match="contains other files but no checkpoint"):
-        saved.load(tmp_path, SETTINGS, "cpu")
-
-
 def test_the_model_appears_whole_and_once(tmp_path):
     class Part:
         def __init__(self, name, fails=False):
@@ -94,15 +80,6 @@ def test_the_model_appears_whole_and_once(tmp_path):
     assert saved.save_model(tmp_path, Part("other"), Part("words")) == done
     assert not (done / "other").exists()
     assert not (tmp_path / "model.partial").exists()
-
-
-def test_a_run_without_checkpoints_leaves_its_metrics_alone(tmp_path):
-    args = argparse.Namespace(save=tmp_path / "run", save_interval=2, train_iters=3, no_checkpoints=False)
-    assert [step for step in range(1, 4) if saved.due(args, step)] == [2, 3]
-    args.no_checkpoints = True
-    assert not any(saved.due(args, step) for step in range(1, 4))
-    assert saved.finish(args, None, None, [{"step": 1}], None) == f"{args.save} contains the metrics"
-    assert [path.name for path in args.save.iterdir()] == ["metrics.jsonl"]
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,19 @@
 """The way back to a run's own checkpoint, and a run that resumes by itself."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from helpers import tiny
+from helpers import dist, tiny
 from helpers.faulty import BATCH, Once, louder, patched, rolling, told, trained
 from megatron.lm.config.rules.check import check
 from megatron.lm.errors import RunStopped
+from megatron.lm.run.signals import Requests
+from msamp.numerics.tensor import ScalingTensor
 
 
 @pytest.mark.parametrize("level", [pytest.param("bf16", marks=pytest.mark.nightly), "O3"])
@@ -69,3 +74,122 @@ def test_a_run_whose_load_is_its_save_starts_anew_and_then_resumes(prefix: Path,
     straight, expected = trained(tiny.config(prefix, opt_level="O2", train_iters=8))
     assert tiny.losses(first + second) == tiny.losses(straight)
     assert tiny.same(weights, expected)
+
+
+# Runs whose copies of the weights are compared now and then.
+
+
+def damaged(prefix: Path, folder: str, interval: int | None) -> tuple[int, str]:
+    """A run that compares before its saves, and by `interval`; rank 1 flips a bit of a weight after iteration 3. Where it ends, and why."""
+    settings = tiny.config(
+        prefix,
+        opt_level="O2",
+        train_iters=5,
+        check_weight_hash_across_dp_replicas_interval=interval,
+        save=folder,
+        save_interval=5 if interval else 2,
+    )
+    with tiny.trainer(settings) as made:
+        training, watch = made.training, made.step_watch
+        look = watch.look
+
+        def flip(result, iteration, now):
+            if iteration == 3 and torch.distributed.get_rank() == 1:
+                p = training.model.decoder.layers[1].self_attention.linear_proj.weight
+                assert isinstance(p, ScalingTensor)
+                p.payload.view(torch.uint8)[0, 0] ^= 1
+            return look(result, iteration, now)
+
+        watch.look = flip
+        try:
+            made.run()
+        except RunStopped as stopped:
+            return training.iteration, str(stopped)
+        return training.iteration, ""
+
+
+@pytest.mark.promise("Checkpoints", "Copies of the weights that differ between ranks stop a run before it saves them.")
+@pytest.mark.parametrize("interval", [None, pytest.param(2, marks=pytest.mark.nightly(3))])
+def test_a_flipped_bit_of_one_rank_stops_all_and_nothing_is_saved_after_it(prefix: Path, tmp_path: Path, interval: int | None):
+    ends = dist.run(damaged, 2, prefix, str(tmp_path), interval)
+    named = (
+        "damaged after iteration 4: decoder.layers.1.self_attention.linear_proj.weight differs between rank 0 and rank 1. No checkpoint was"
+    )
+    assert [(iteration, named in why) for iteration, why in ends] == [(4, True), (4, True)]
+    saved = sorted(path.name for path in tmp_path.glob("iter_*"))
+    assert saved == ([] if interval else ["iter_0000002"])
+
+
+# Signals and the clock, as one process hears them.
+
+
+@pytest.mark.parametrize("save", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU])
+def test_signals_are_heard_and_handlers_restored(save: signal.Signals):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, save)]
+    requests = Requests(None)
+    with requests.listening():
+        assert requests.take() == [False, False, False, False]
+        os.kill(os.getpid(), save)
+        assert requests.take() == [False, True, False, False]
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert requests.take() == [True, False, False, False]  # one checkpoint a signal
+        assert requests.take() == [True, False, False, False]
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, save)] == before
+    assert Requests(1e-9).take() == [False, False, True, False]
+    assert Requests(1000.0).take() == [False, False, False, False]
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored_and_the_kernels_repetitions_save_once():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        requests = Requests(None)
+        with requests.listening():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert requests.take() == [False, False, False, False]
+            os.kill(os.getpid(), signal.SIGXCPU)
+            assert requests.take() == [False, True, False, False]
+            os.kill(os.getpid(), signal.SIGXCPU)
+            assert requests.take() == [False, False, False, False]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_end_of_torchrun_is_noticed_and_that_of_a_shell_is_not(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    launched = Requests(None)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    by_hand = Requests(None)
+    assert launched.take() == by_hand.take() == [False, False, False, False]
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert launched.take() == [False, False, False, True]
+    assert by_hand.take() == [False, False, False, False]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_python_swallows_comes_again():
+    class Swallowing:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(1000):  # until the handler has run
+                pass
+
+    before = signal.getsignal(signal.SIGINT)
+    requests = Requests(None)
+    with requests.listening():
+        swallowing = Swallowing()
+        del swallowing
+        with pytest.raises(KeyboardInterrupt):
+            requests.take()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupt_ends_the_block_and_one_that_is_ignored_stays_so():
+    with pytest.raises(KeyboardInterrupt), Requests(None).listening():
+        os.kill(os.getpid(), signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Requests(None).listening():
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)

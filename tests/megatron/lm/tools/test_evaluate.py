@@ -70,3 +70,6 @@ def test_bad_input_is_one_line(made: Path, capsys, words: list[str], message: st
     told = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(told) == 1
     assert message in told[0]
+
+
+# Passages by the rule, from text whose passages are known.

@@ -8,7 +8,9 @@ from helpers import post_runs
 from helpers.choices import each_once
 from megatron.lm.post import models
 from megatron.lm.post.memory import stored
-from megatron.lm.post.ppo.rollout import generate, log_probs, scores, values
+from megatron.lm.post.ppo.gae import KLControl, advantages, whitened
+from megatron.lm.post.ppo.rewards import TASKS, tagged
+from megatron.lm.post.ppo.rollout import generate, log_probs, values
 from msamp.kernels import ops
 from msamp.nn.linear import FP8Linear
 from msamp.numerics.metrics import sqnr_db
@@ -92,12 +94,6 @@ def test_a_seed_is_a_draw_and_leaves_torchs_generator_alone(folder):
     assert model.train() is model
 
 
-def test_the_mode_is_as_before(folder):
-    model = trained(folder, "O0").train()
-    generate(model, PROMPTS, temperature=0.0, **HOW)
-    assert model.training
-
-
 def test_a_folders_own_habits_of_generation_do_not_count(folder):
     model = trained(folder, "O0")
     want = generate(model, PROMPTS, temperature=1.0, **HOW)
@@ -135,24 +131,88 @@ def test_padding_changes_no_log_probability_and_no_value(folder, tmp_path_factor
         assert torch.allclose(guessed[row, :length], critic(input_ids=alone).logits[0, len(prompt) - 1 : -1, 0], atol=1e-5)
 
 
-@torch.no_grad()
-def test_padding_changes_no_score(folder, tmp_path):
-    post_runs.toy(tmp_path, reward=True)
-    judge = models.reward_model(tmp_path, torch.float32, "cpu", models.load_tokenizer(folder)).eval()
-    done = generate(trained(folder, "O0"), PROMPTS, temperature=1.0, **HOW)
-    for row, score in enumerate(scores(judge, done)):
-        alone = done.tokens[row][done.attended[row]][None]
-        assert torch.allclose(score, judge(input_ids=alone).logits[0, 0], atol=1e-5)
+# Advantages against a case by hand and a sum by definition; whitening; the coefficient of the divergence.
 
 
-def test_rows_are_taken_together(folder):
-    done = generate(trained(folder, "O0"), PROMPTS, temperature=1.0, **HOW)
-    part = done.rows(torch.tensor([2, 0]))
-    assert part.tokens.equal(done.tokens[[2, 0]])
-    assert part.answer.shape == (2, done.length)
+def test_a_case_by_hand():
+    # gamma 1/2, lam 1/2. Row 1: d = (1 + 2/2 - 4, 2 + 0/2 - 2) = (-2, 0) with values 4, 2 behind which all is 0.
+    rewards = torch.tensor([[1.0, 2.0, 9.0], [0.0, 0.0, 8.0]])
+    values = torch.tensor([[4.0, 2.0, 7.0], [2.0, 4.0, 4.0]])
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    gains, returns = advantages(rewards, values, mask, gamma=0.5, lam=0.5)
+    # Row 2: d = (0 + 2 - 2, 0 + 2 - 4, 8 - 4) = (0, -2, 4); A = (0 + (-1) / 4, -2 + 4 / 4, 4)
+    assert gains.tolist() == [[-2.0, 0.0, 0.0], [-0.25, -1.0, 4.0]]
+    assert returns.tolist() == [[2.0, 2.0, 0.0], [1.75, 3.0, 8.0]]
 
 
-@pytest.mark.parametrize("prompts", [[], [[1], []]])
-def test_no_prompt_is_refused(folder, prompts):
-    with pytest.raises(ValueError, match="give each prompt at least one token"):
-        generate(trained(folder, "O0"), prompts, temperature=1.0, **HOW)
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.0), (0.99, 1.0)])
+def test_it_is_the_discounted_sum_of_its_definition(gamma, lam):
+    draw = torch.Generator().manual_seed(0)
+    rewards, values = (torch.randn(3, 6, generator=draw) for _ in range(2))
+    lengths = [6, 3, 1]
+    mask = torch.arange(6) < torch.tensor(lengths)[:, None]
+    gains, returns = advantages(rewards, values, mask, gamma, lam)
+    for row, length in enumerate(lengths):
+        value = [*values[row, :length].tolist(), 0.0]
+        deltas = [rewards[row, t].item() + gamma * value[t + 1] - value[t] for t in range(length)]
+        want = [sum((gamma * lam) ** (later - t) * deltas[later] for later in range(t, length)) for t in range(length)]
+        assert gains[row, :length].tolist() == pytest.approx(want, abs=1e-5)
+        assert not gains[row, length:].any()
+    if lam == 1.0:  # then returns are the discounted rewards, whatever the values
+        assert returns[0, 4].item() == pytest.approx(rewards[0, 4].item() + gamma * rewards[0, 5].item(), abs=1e-6)
+
+
+def test_whitened_has_mean_zero_and_variance_one_over_the_mask():
+    x = torch.tensor([[1.0, 5.0, 100.0], [3.0, 7.0, -50.0]])
+    mask = torch.tensor([[True, True, False]] * 2)
+    found = whitened(x, mask)
+    assert found[mask].mean().item() == pytest.approx(0, abs=1e-6)
+    assert found[mask].square().mean().item() == pytest.approx(1, rel=1e-5)
+    assert not found[~mask].any()
+    assert not whitened(torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool)).any()
+
+
+def test_an_adaptive_one_follows_its_target_by_a_fifth_at_most():
+    control = KLControl(0.1, target=2.0, horizon=100)
+    control.update(2.2, 10)
+    assert control.coefficient == pytest.approx(0.1 * (1 + 0.1 * 10 / 100))
+    control = KLControl(0.1, target=2.0, horizon=100)
+    control.update(200.0, 10)
+    assert control.coefficient == pytest.approx(0.1 * 1.02)
+    control.update(0.0, 10)
+    assert control.coefficient == pytest.approx(0.1 * 1.02 * 0.98)
+
+
+NUMBERS = [(-1, None, "--kl-coef -1"), (float("nan"), None, "nan"), (1, 0, "--kl-target 0")]
+
+
+@pytest.mark.parametrize(("coefficient", "target", "said"), NUMBERS)
+def test_numbers_out_of_range_are_refused(coefficient, target, said):
+    with pytest.raises(ValueError, match=f"{said} is out of range"):
+        KLControl(coefficient, target)
+
+
+# What a program says of answers.
+
+
+@pytest.mark.parametrize(
+    ("answer", "want"),
+    [
+        ("<answer>12</answer>", 1),
+        (" <answer> 12 </answer>\n", 1),
+        ("<answer>13</answer>", 0.5),
+        ("It is <answer>12</answer>", 0.1),
+        ("12", 0),
+    ],
+)
+def test_tagged(answer, want):
+    assert tagged(answer, "12") == want
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_questions_are_of_the_generator_and_hold_their_sum(name):
+    first, second = (TASKS[name].questions(5, torch.Generator().manual_seed(3)) for _ in range(2))
+    assert first == second
+    assert len({question.expected for question in first}) > 1
+    assert all(question.messages[-1]["role"] == "user" for question in first)
+    assert TASKS[name].judge("<answer>5</answer>" if name == "format" else "5", "5") == 1

@@ -1,12 +1,14 @@
 """The Triton cast with divided columns bit for bit against its twin: under the interpreter here, compiled on a GPU."""
 
 import importlib
+from pathlib import Path
 
 import pytest
 import torch
 
 from helpers.numerics import codes, make
 from msamp.kernels.reference.cast_transpose import cast_columns as twin
+from msamp.kernels.tables import Tables
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.quantize import quantize
 
@@ -51,3 +53,20 @@ def test_empty_and_not_finite(triton_device):
     x = make("normal", (4, 20), device=triton_device)
     x[3, 1], x[2, 7] = float("inf"), float("nan")
     assert_same(x, 2.0)
+
+
+# Stores of the Triton kernels against the golden vectors; against their twin, bit for bit: test_adamw.py.
+
+
+def reference_tests():
+    spec = importlib.util.spec_from_file_location("reference_test_store", Path(__file__).parents[1] / "reference" / "test_store.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_steps_of_adamw_are_the_golden_ones(triton_device):
+    if torch.device(triton_device).type == "cuda":
+        pytest.skip("the golden steps have a CPU's order of operations; on a GPU the kernel is compared with its twin")
+    kernel = importlib.import_module("msamp.kernels.triton.adamw").adamw
+    reference_tests().check_golden(kernel, Tables(torch.device(triton_device)))
