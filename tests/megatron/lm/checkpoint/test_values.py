@@ -1,6 +1,5 @@
 """From stored chunks to local tensors: when bits stay, what a requantisation costs at most, and a vocabulary padded otherwise."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,11 @@ from torch import Tensor
 from helpers import tiny
 from helpers.choices import every_pair
 from helpers.stored_tensors import chunk, draw, one, place, quantized, stored
-from megatron.lm.checkpoint.content import description, shrinking_attention
 from megatron.lm.checkpoint.files import storage
 from megatron.lm.checkpoint.files.storage import Item, Stored
 from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.tensor_reader import TensorReader
 from megatron.lm.checkpoint.values import StoredTensor, check_agree, find, find_whole
-from megatron.lm.config.cli import parse_args
 from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, REMAINDER_E4M3, Format
 from msamp.numerics.scaling import inverse
@@ -284,16 +281,3 @@ def test_a_remainder_is_rounded_once_from_the_stored_pair(tmp_path: Path, key: s
 
 
 # What a resumed run prints about its checkpoint.
-
-
-def test_a_long_run_with_the_old_fp8_attention_is_named_with_the_command_that_compares():
-    config = parse_args(["--preset", "llama3-8b", "--opt-level", "O3", "--seq-length", "8192", "--attention-precision", "fp8"])
-    new = description(config, 128256, 1)
-    old = {name: value for name, value in new.items() if name != "fp8_attention"}
-    assert shrinking_attention(new, Path("here")) is None
-    assert "--load here --attention-precision bf16" in (shrinking_attention(old, Path("here")) or "")
-    short = {"model": dataclasses.replace(config.model, seq_length=2048)}
-    wide = {"precision": dataclasses.replace(config.precision, attention_precision="bf16")}
-    for other in (short, wide):
-        written = description(dataclasses.replace(config, **other), 128256, 1)
-        assert shrinking_attention({name: value for name, value in written.items() if name != "fp8_attention"}, Path("here")) is None
