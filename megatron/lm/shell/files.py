@@ -136,6 +136,7 @@ def new_folder(output: Path) -> Iterator[Path]:
             raise ValueError(f"--output {output} exists and is not an empty folder: choose another, since nothing is overwritten")
         output = output.absolute()  # so that "." has a name too
         partial = output.with_name(output.name + ".partial")
+        new_parents = [folder for folder in output.parents if not folder.exists()]
         own_folder(partial)
         with to_write(partial / _LOCK) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -148,6 +149,9 @@ def new_folder(output: Path) -> Iterator[Path]:
                 partial.rename(output)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
+                for folder in new_parents:
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()  # succeeds only if it is empty
     except BlockingIOError:
         raise ValueError(f"{partial} is being written by another conversion: wait for it, or choose another --output") from None
     except OSError as error:

@@ -2,21 +2,17 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from helpers import checkpoints, tiny
-from helpers.checkpoints import tensors
-from megatron.lm.checkpoint import CheckpointReader, content, iteration_folder, latest, load_for_inference
+from helpers import tiny
+from megatron.lm.checkpoint import content
 from megatron.lm.checkpoint.content import items, scale_key
 from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.checkpoint.place import Place
-from megatron.lm.processes import process_groups
 from megatron.lm.processes.grid import Ranks
 from megatron.lm.run.trainer import Trainer
-from msamp.numerics.tensor import ScalingTensor
 
 LINEAR, NORM = "decoder.layers.1.mlp.linear_fc1.weight", "decoder.final_layernorm.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -77,99 +73,3 @@ def test_data_parallel_ranks_share_the_writing():
     assert sorted(item.key for items in dealt for item in items) == sorted(item.key for (item,) in groups)
     loads = [sum(item.tensor.nbytes for item in items) for items in dealt]
     assert max(loads) - min(loads) <= 4 * 40  # the largest tensor
-
-
-# A checkpoint read by tools and for inference: whole tensors, and a model that gives what the trained one gave.
-
-
-FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
-
-
-@pytest.fixture(scope="module")
-def good(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoint of iteration 4 of an O3 run, and of iteration 2."""
-    return checkpoints.saved(prefix, tmp_path_factory.mktemp("good"), opt_level="O3", save_interval=2)
-
-
-@pytest.mark.parametrize("level", ["O3", *(pytest.param(level, marks=pytest.mark.nightly) for level in ("fp32", "bf16", "O1", "O2"))])
-def test_the_loaded_model_gives_the_logits_of_the_trained_one(prefix: Path, tmp_path: Path, level: str):
-    tokens = torch.randint(0, 60, (2, 16), generator=torch.Generator().manual_seed(1))
-    positions = torch.arange(16).expand(2, 16)
-    steps = tiny.WINDOW + 2 if level in ("O1", "O2", "O3") else 3  # with scales from a full window
-    with tiny.trainer(tiny.config(prefix, precision=level, train_iters=steps, hidden_dropout=0.1, save=str(tmp_path))) as made:
-        made.run()
-        device = process_groups.device()
-        with torch.no_grad():
-            expected = made.training.model.eval()(tokens.to(device), positions.to(device), None)
-        model, config, tokenizer = load_for_inference(tmp_path)  # the process groups are there already
-        with torch.no_grad():
-            assert torch.equal(model(tokens.to(device), positions.to(device), None), expected)
-    assert not model.training
-    assert config.model.hidden_size == 32
-    assert tokenizer.vocab_size == tiny.VOCABULARY
-
-
-def test_weights_are_whole_in_their_own_format_and_their_values_are_the_best_there_are(good: Path):
-    saved, held = CheckpointReader(good), tensors(latest(good))
-    assert saved.format(FC1) == (torch.float8_e4m3fn, torch.Size([128, 32]), 1)
-    assert saved.format("decoder.final_layernorm.weight")[1:] == (torch.Size([32]), 0)
-    weight = saved.weight(FC1)
-    assert isinstance(weight, ScalingTensor)
-    assert tiny.same(tiny.bits([weight]), tiny.bits([held[f"model/{FC1}"], held[f"model/{FC1}.scale_inv@0,0"]]))
-    master = held[f"master/{FC1}"].float() * held[f"master/{FC1}.scale_inv@0,0"]
-    assert torch.equal(saved.values(FC1), master)
-    assert not torch.equal(weight.dequantize(torch.float32), master)
-    norm = saved.weight("decoder.final_layernorm.weight")
-    assert torch.equal(norm, held["model/decoder.final_layernorm.weight"])
-
-
-@pytest.mark.parametrize("read", [CheckpointReader, load_for_inference])
-def test_damage_is_named(good: Path, tmp_path: Path, read: type):
-    folder = tmp_path / "copy"
-    folder.mkdir()
-    for file in latest(good).iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    data = bytearray((folder / "__0_0.bin").read_bytes())
-    data[len(data) // 2] ^= 1
-    (folder / "__0_0.bin").write_bytes(data)
-    with pytest.raises(ValueError, match=r"__0_0\.bin is damaged"):
-        read(folder)
-
-
-# COAT's moments in the trainer: they train as FP32 ones do, resume to the bit, and are converted from and to other formats.
-
-
-SAVED, LAST = 4, 8
-WEIGHT = "decoder.layers.1.mlp.linear_fc1.weight"
-
-
-def train(made: Trainer) -> tuple[list[float], list[Any]]:
-    rows: list[dict[str, Any]] = []
-    made.metrics.write = rows.append  # type: ignore[method-assign]
-    made.run()
-    optimizer = made.training.optimizer
-    states = [x for holding in optimizer.holdings() for _, x in sorted(optimizer.state[holding.weight].items())]
-    return tiny.losses(rows), tiny.bits([*made.training.model.parameters(), *states])
-
-
-def run(prefix: Path, precision: str, **settings: Any) -> tuple[list[float], list[Any]]:
-    with tiny.trainer(tiny.config(prefix, precision=precision, swiglu=True, train_iters=LAST, **settings)) as made:
-        return train(made)
-
-
-@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.nightly(2)), "O2"])
-def test_it_goes_on_bit_for_bit(prefix: Path, tmp_path: Path, precision: str):
-    coat = {"optimizer_state": "coat", "exp_avg_sq_format": "coat-e5m2" if precision == "O2" else None}
-    straight = run(prefix, precision, save=str(tmp_path), save_interval=SAVED, **coat)
-    again = run(prefix, precision, load=str(tmp_path), ckpt_step=SAVED, **coat)
-    assert again[0] == straight[0][SAVED:]
-    assert tiny.same(again[1], straight[1])
-    stored = CheckpointReader(iteration_folder(tmp_path, LAST)).stored
-    rows, columns = stored.tensors[f"exp_avg/{WEIGHT}"].shape
-    assert {str(entry.dtype) for key, entry in stored.tensors.items() if key.startswith(f"exp_avg/{WEIGHT}")} == {
-        "torch.float8_e4m3fn",
-        "torch.float32",
-    }
-    numbers = [entry.shape for key, entry in stored.tensors.items() if key.startswith((f"exp_avg/{WEIGHT}.max@", f"exp_avg/{WEIGHT}.k@"))]
-    assert {size[1] for size in numbers} == {-(-columns // 128)}
-    assert sum(size[0] for size in numbers) == 2 * rows
