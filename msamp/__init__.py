@@ -6,6 +6,7 @@ model, optimizer = msamp.initialize(model, optimizer, recipe="O2")
 from msamp import amp
 from msamp.comm import exchange as exchanges
 from msamp.comm.grad_sync import GradSync
+from msamp.integrations.capture import capture
 from msamp.integrations.initialize import initialize
 from msamp.integrations.loop_optimizer import clip_grad_norm_
 from msamp.integrations.ms_amp import warn_of_accelerate
@@ -34,7 +35,7 @@ warn_of_accelerate()
 __version__ = "0.1.0"  # setup.py reads it here
 __all__ = [
     "Activation", "Experts", "FP8AdamW", "FP8Linear", "GradSync", "LayerNorm", "LowPrecisionOptimizer", "PrecisionGuard", "RMSNorm",
-    "ScalingState", "ScalingTensor", "TransformerBlock", "ZeRO", "amp", "clip_grad_norm_", "collage_adamw", "convert",
+    "ScalingState", "ScalingTensor", "TransformerBlock", "ZeRO", "amp", "capture", "clip_grad_norm_", "collage_adamw", "convert",
     "exact_state_dict", "exchanges", "filters", "float_copy", "formats", "fp8_state_dict", "fp32_values", "grad_sync", "granularity",
     "initialize", "lost_updates", "plain_state_dict", "recipes", "save_plain", "scaling", "survey", "update_quality", "updates",
 ]  # fmt: skip

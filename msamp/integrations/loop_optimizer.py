@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from msamp.comm.accumulate import squares_are_finite
 from msamp.comm.grad_sync import GradSync
+from msamp.kernels.tables import Tables
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics.formats import FP32, Format
 from msamp.numerics.fp8_gradient import FP8Gradient
@@ -85,6 +86,7 @@ class LoopOptimizer(LowPrecisionOptimizer):
     """
 
     _step_supports_amp_scaling = True  # read by GradScaler
+    _clip_tables: Tables | None = None
     _averaged = False  # whether gradients were averaged since the last step
     _complete = False  # whether p.grad is there for every average
     _gathered: dict[torch.Tensor, torch.Tensor] | None = None  # averages of whole parameters under ZeRO, for who uses p.grad
@@ -306,7 +308,10 @@ class LoopOptimizer(LowPrecisionOptimizer):
         """Clip the averages of some parameters' gradients, for `clip_grad_norm_` on several processes. Collective."""
         self._average_and_edits()
         if self.shard.ranks == 1:
-            return clip_([g for g in map(gradient, params) if g is not None], max_norm)
+            device = params[0].device if params else torch.device("cpu")
+            if self._clip_tables is None or self._clip_tables.device != device:
+                self._clip_tables = Tables(device)
+            return clip_([g for g in map(gradient, params) if g is not None], max_norm, self._clip_tables)
         chosen = set(params)
         ready = [holding for holding in self.shard.ready(self._whole()) if holding.param in chosen]
         norm = self.norm_of(ready)
@@ -344,6 +349,16 @@ class LoopOptimizer(LowPrecisionOptimizer):
             self._averaged = self._complete = False
             self._gathered = None
         self._taken()
+
+    @property
+    def stale(self) -> bool:
+        """Whether a step must be eager before the next replay of a CUDA graph."""
+        return False
+
+    def replayed(self) -> None:
+        """Like the base class's, and count the step in the windows of delayed scaling."""
+        super().replayed()
+        self.scaling.count()
 
     def decide(self, ready: Sequence[Holding]) -> GradientDecision:
         """Like the base class's; a step is also not usable if torch's GradScaler found an overflow on any process."""
@@ -432,9 +447,9 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     if norm_type != 2:
         raise ValueError(f"norm_type is {norm_type}; it must be 2: for others call optimizer.synchronize() and torch's clip_grad_norm_")
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    owners = [optimizer for optimizer in optimizers_of(params) if optimizer.group is not None]
-    if len(owners) > 1:
+    owners = optimizers_of(params)
+    if len(owners) > 1 and any(owner.group is not None for owner in owners):
         raise ValueError(f"the parameters belong to {len(owners)} optimizers that average gradients separately; clip each one's separately")
-    if owners:
+    if len(owners) == 1:
         return owners[0].clip(params, max_norm)
     return clip_([g for g in map(gradient, params) if g is not None], max_norm)

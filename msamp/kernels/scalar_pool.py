@@ -48,6 +48,7 @@ class ScalarPool:
 Key = tuple[int, int]  # a GPU, and the handle of a stream on it
 _EAGER: dict[Key, ScalarPool] = {}
 _CAPTURES: list[dict[Key, ScalarPool]] = []  # at most one: the current capture
+_MODES: list[int] = []  # the number of dispatch modes that only watch the current capture
 
 
 @functools.cache
@@ -56,15 +57,17 @@ def _one_at_a_time() -> contextlib.AbstractContextManager[object]:
 
 
 @contextlib.contextmanager
-def captured() -> Iterator[None]:
+def captured(modes: int = 0) -> Iterator[None]:
     """Context around the capture of a CUDA graph, in which the graph itself zeroes its scalars. Enter it before the capture, so that
-    captures of other threads wait."""
+    captures of other threads wait. `modes`: how many dispatch modes will only watch the capture."""
     with _one_at_a_time():
         _CAPTURES.append({})
+        _MODES.append(modes)
         try:
             yield
         finally:
             _CAPTURES.pop()
+            _MODES.pop()
 
 
 def try_take(device: torch.device) -> torch.Tensor | None:
@@ -89,7 +92,7 @@ def take(device: torch.device, size: int | None = None) -> torch.Tensor:
 
 
 def _here(device: torch.device) -> ScalarPool | None:
-    if torch.compiler.is_compiling() or device.type != "cuda" or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or device.type != "cuda" or torch._C._len_torch_dispatch_stack() > sum(_MODES):
         return None
     by_stream = _EAGER
     if torch.cuda.is_current_stream_capturing():

@@ -61,6 +61,8 @@ class Tables:
     def _cached(self, key: Hashable, says: Any, make: Callable[[], torch.Tensor], in_place: bool = False) -> torch.Tensor:
         cuda, capturing = self.device.type == "cuda", self._capturing()
         said, table = self._sent.get(key, (None, None))
+        if not capturing and table is not None and self._spare.get(key) == []:  # many captures have used what was reserved
+            self._spare[key] = list(table.new_empty(CAPTURES, *table.shape, device="cpu", pin_memory=True).unbind())
         if table is None or said != says:
             host = make()
             if capturing:

@@ -371,9 +371,9 @@ class ScalingState:
         device's count, unless no roll was given `usable`. This is one sync for the whole model, plus at most one per skipped step before.
         """
         counting = [layer for layer in self.layers.values() if layer.steps < layer.window]
+        if counting and counting[0].seen.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # nothing has run yet
         asked = [layer for layer in counting if layer.may_fill] if self._may_skip else []
-        if asked and asked[0].seen.is_cuda and torch.cuda.is_current_stream_capturing():
-            return  # nothing has run yet, and the casts are captured with just-in-time scales
         steps = {layer: layer.steps + 1 for layer in counting}
         if asked:
             steps |= zip(asked, torch.stack([layer.seen for layer in asked]).tolist(), strict=True)

@@ -97,12 +97,14 @@ def norms_from_square_sums(totals: torch.Tensor, amaxes: torch.Tensor, scale_inv
     return norms.masked_fill(~amaxes.isfinite(), float("nan"))
 
 
-def grad_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the global L2 norm of whole gradients, FP64 0-dim."""
+def grad_norm(gradients: Iterable[torch.Tensor], tables: Tables | None = None) -> torch.Tensor:
+    """Return the global L2 norm of whole gradients, FP64 0-dim. A CUDA graph can contain the call if it passes the same tables as earlier
+    calls; by default they are created here."""
     gs = list(gradients)
     if not gs:
         return torch.zeros((), dtype=torch.float64, device="cpu")
-    tables = Tables(gs[0].device)
+    if tables is None or tables.device != gs[0].device:
+        tables = Tables(gs[0].device)
     scaled, plain = ([contiguous(gs[i]) for i in places] for places in scaled_first(gs))
     stats, sums = first_pass(tables, scaled, plain)
     numels = [g.numel() for g in scaled + plain]
@@ -124,15 +126,15 @@ def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
 
 
-def clip_(gradients: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """Clip whole gradients, plain and FP8 together, to a global norm in place.
+def clip_(gradients: Sequence[torch.Tensor], max_norm: float, tables: Tables | None = None) -> torch.Tensor:
+    """Clip whole gradients, plain and FP8 together, to a global norm in place; `tables` as in `grad_norm`.
 
     For an FP8 gradient the coefficient is folded into its scale_inv, so no element is rounded again.
 
     Returns:
         The norm before clipping, FP64 0-dim.
     """
-    norm = grad_norm(gradients)
+    norm = grad_norm(gradients, tables)
     coefficient = clip_coefficient(norm, max_norm)
     for g in gradients:
         g.mul_(coefficient.to(g.device))

@@ -176,8 +176,6 @@ class BackwardCasts:
         device, stream = place
         number = self._flushes[place] = self._flushes.get(place, 0) + 1
         pending = self._pending.pop(place)
-        if device >= 0 and torch.cuda.is_current_stream_capturing():
-            return  # memory of a graph is not freed
         by_format: dict[str, tuple[Format, list[torch.Tensor], list[torch.Tensor]]] = {}
         for key, p in pending.items():
             g, fmt = p.grad, self._formats.get(key)

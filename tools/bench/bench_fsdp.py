@@ -6,7 +6,7 @@
 
 A case is `bf16` (plain torch), `torchao` (its FP8 linear layers with FP8 all-gather; pip install torchao), `O1`, `O2`, `O3` or `coat`
 (ours; `coat` keeps inputs of norms and SwiGLU in FP8 groups), each also with `compile`: every block compiled by torch.compile, and `graph`:
-the step as one CUDA graph (`msamp.integrations.fsdp_graph`). Ours also with `fp8-reduce`: gradients of linear layers are sent in E4M3
+the step as one CUDA graph (`msamp.capture`). Ours also with `fp8-reduce`: gradients of linear layers are sent in E4M3
 (`msamp.parallel.fp8_reduce_scatter`), and with `fused`: the model's blocks are `msamp.TransformerBlock`, of the same shapes. Parameters are
 FP32, gathered and reduced in BF16 unless they are in FP8; each block is sharded separately. Every rank has its own random tokens, the same
 in every case and step, so that the loss of the last step shows how well each case has memorized them. Measurements are appended to --csv.
@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from megatron.lm.shell.arguments import Parser, count
 from msamp.integrations import fsdp
-from msamp.integrations.fsdp_graph import GraphedStep
+from msamp.integrations.capture import CapturedStep, capture
 from msamp.nn.saved_activations import AS_IT_IS, IN_GROUPS, Saved
 from msamp.nn.transformer_block import TransformerBlock
 from msamp.nn.unfused import Activation, RMSNorm
@@ -173,7 +173,7 @@ class Stepper(NamedTuple):
     """A training step, which returns the loss; its graph if it has one; and the number of parameters."""
 
     step: Callable[[], torch.Tensor]
-    graphed: GraphedStep | None
+    graphed: CapturedStep | None
     parameters: int
 
 
@@ -188,7 +188,7 @@ def stepper(text: str, options: argparse.Namespace, device: torch.device) -> Ste
         loss.backward()
         return loss
 
-    graphed = GraphedStep(model, optimizer, forward_backward, update) if "graph" in text.split() else None
+    graphed = capture(model, optimizer, forward_backward, update=update) if "graph" in text.split() else None
 
     def step() -> torch.Tensor:
         if graphed is not None:

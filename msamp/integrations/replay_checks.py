@@ -1,0 +1,172 @@
+"""What would make the replay of a captured training step wrong, for `msamp.capture`.
+
+A replay launches the kernels of one step again, with the same addresses, and runs no Python. So it is wrong once modules, parameters or
+states are others than those of the capture (`state_of`), if the step changes Python's state (`changed_flags`), or if other code has hooks
+in the step (`foreign_hook`). What the host reads during the step is found by `msamp.kernels.cuda_graph.HostReads`.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from msamp.nn.scaling_state import TensorScales
+from msamp.numerics.tensor import PLAIN, ScalingTensor
+from msamp.optim.states import is_scaled, local, payload, scale_inv
+
+CONSTANTS = {bool, int, float, str, type(None), torch.dtype, torch.device}
+WINDOWS = "the windows of delayed scaling"
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+State = list[tuple[Any, Hashable]]
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[State, bool]:
+    """Return what a graph depends on, as pairs of a module, tensor or name and what it looks like, and whether a precision guard or a
+    recorder measures the next step. Every step calls this, so it does not search for names.
+
+    Raises:
+        ValueError: if a parameter has a gradient.
+    """
+    state: State = []
+    windows: list[Any] = []
+    waiting, seen, measured = [model], set(), False
+    while waiting:
+        module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        own = vars(module)
+        buffers = own["_buffers"].values()
+        if isinstance(module, TensorScales):
+            windows.append(own["_filled"])
+            measured |= bool(own["watches"] or own["checks"])
+            buffers = [own["_buffers"]["amax"]]  # the others move with it
+        before, after, before_backward, after_backward = (own[kind] for kind in _HOOKS)
+        hooks = len(before) + len(after) + len(before_backward) + len(after_backward)
+        state.append((module, (hooks, *flags(module).values())))
+        for p in own["_parameters"].values():
+            if p is not None:
+                state.append((p, (p.requires_grad, *_addresses(p))))
+                if p.grad is not None:
+                    raise ValueError(
+                        f"{name_in(model, p)} has a gradient from outside the captured step, which a replay would not add to; call "
+                        "optimizer.zero_grad() first, or run every micro-batch inside forward_backward"
+                    )
+        state += [(x, _addresses(x)) for x in buffers if x is not None]
+        waiting += [child for child in reversed(own["_modules"].values()) if child is not None]
+    states = [x for held in optimizer.state.values() for x in held.values() if isinstance(x, torch.Tensor)]
+    state.append((WINDOWS, tuple(windows)))
+    state.append(("the memory of the optimizer's states", tuple(address for x in states for address in _addresses(x))))
+    state.append(("the optimizer's groups", tuple(id(p) for group in optimizer.param_groups for p in (*group["params"], None))))
+    return state, measured
+
+
+def _addresses(x: torch.Tensor) -> tuple[int, ...]:
+    """Return where a graph finds a tensor's elements, and its scale."""
+    if type(x) in PLAIN:
+        return (x.data_ptr(),)
+    if type(x) is ScalingTensor:
+        return x.payload.data_ptr(), x.scale_inv.data_ptr()
+    parts = (payload(x), scale_inv(x)) if is_scaled(x) else (local(x),)
+    return tuple(part.data_ptr() for part in parts if part is not None)
+
+
+def flags(module: nn.Module) -> dict[str, Any]:
+    """Return the numbers, strings and flags of a module, without the counts of `TensorScales`, which follow the device's."""
+    own = vars(module)
+    if isinstance(module, TensorScales):
+        return {"training": own["training"], "raised": own.get("raised")}
+    return {name: value for name, value in own.items() if type(value) in CONSTANTS}
+
+
+def changed_flags(model: nn.Module, before: dict[nn.Module, dict[str, Any]]) -> str | None:
+    """Return the name of a flag of a module that is not what it was; None if there is none."""
+    for name, module in model.named_modules():
+        known = before.get(module, {})
+        for flag, value in flags(module).items():
+            if flag not in known or (known[flag] != value and value == value):
+                return f"{flag!r} of module {name or type(module).__name__!r}"
+    return None
+
+
+def name_in(model: nn.Module, *parts: Any) -> str:
+    """Return the name of the first of some modules and tensors that the model has, or that is a name."""
+    for part in parts:
+        if isinstance(part, str):
+            return part
+        for kind in ("module", "parameter", "buffer"):
+            for name, own in getattr(model, f"named_{kind}s")():
+                if own is part:
+                    return f"{kind} {name or type(part).__name__}"
+    return "a module or tensor that the model no longer has"
+
+
+def foreign_hook(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
+    """Return the name and place of a hook that is neither torch's nor this library's; None if there is none."""
+    places: list[tuple[str, Any]] = []
+    for name, module in model.named_modules():
+        places += [(f"module {name or type(module).__name__!r}", hook) for kind in _HOOKS for hook in vars(module)[kind].values()]
+    for name, p in model.named_parameters():
+        hooks = (p._backward_hooks or {}, getattr(p, "_post_accumulate_grad_hooks", None) or {})
+        places += [(f"parameter {name}", hook) for kind in hooks for hook in kind.values()]
+    steps = (getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))
+    places += [("the optimizer", hook) for kind in steps for hook in kind.values()]
+    for place, hook in places:
+        function = getattr(hook, "func", hook)  # of functools.partial
+        function = getattr(function, "user_hook", function)  # what `unserializable_hook` and full backward hooks wrap
+        where = getattr(function, "__module__", None) or type(function).__module__
+        if where.partition(".")[0] not in ("torch", "msamp"):
+            return f"{getattr(function, '__qualname__', type(function).__name__)} of {place}"
+    return None
+
+
+class NoCache:
+    """A key-value cache of transformers that is empty and stays empty, see `masks_as_in_eager_steps`."""
+
+    is_compileable = False
+    is_sliding: tuple[bool, ...] = ()
+
+    def get_seq_length(self, *args: Any) -> int:
+        return 0
+
+    def get_query_offset(self, *args: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, queries: Any, *args: Any) -> tuple[int, int]:
+        return (queries if isinstance(queries, int) else len(queries)), 0
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return key, value
+
+
+@contextlib.contextmanager
+def masks_as_in_eager_steps(model: nn.Module) -> Iterator[None]:
+    """Context in which decoders of transformers build no attention mask in a capture where they build none in an eager step.
+
+    Without a mask and packed positions, transformers computes causal attention by a flag, and PyTorch by its fastest kernel. While CUDA
+    captures, transformers cannot look whether positions are packed, and builds a mask of [queries, keys]. It does not look if there is a
+    cache. So a model that is called without positions, which are never packed then, gets a cache that stays empty.
+    """
+
+    def give(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        config: Any = module.config
+        caches = kwargs.get("use_cache", config.use_cache) and not (module.training and getattr(module, "gradient_checkpointing", False))
+        given = any(kwargs.get(name) is not None for name in ("past_key_values", "attention_mask", "position_ids"))
+        return None if given or caches or len(args) > 1 else (args, {**kwargs, "past_key_values": NoCache()})
+
+    handles = [
+        module.register_forward_pre_hook(give, with_kwargs=True)
+        for module in model.modules()
+        if hasattr(module, "save_pretrained")
+        and hasattr(getattr(module, "config", None), "use_cache")
+        and not getattr(module.config, "is_encoder_decoder", False)
+        and "past_key_values" in inspect.signature(module.forward).parameters
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
