@@ -38,6 +38,7 @@ from msamp.integrations.loop_optimizer import LoopOptimizer
 from msamp.integrations.replay_checks import (
     CONSTANTS,
     WINDOWS,
+    Probe,
     State,
     changed_flags,
     flags,
@@ -150,6 +151,7 @@ class CapturedStep:
         self._graphs: dict[Hashable, _Graph] = {}
         self._eager_steps: dict[Hashable, int] = {}  # by shape of inputs, with the current state
         self._state: State = []
+        self._probe: Probe | None = None  # while there are graphs
         self._measured = False  # whether a precision guard or a recorder measures this step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,12 +165,13 @@ class CapturedStep:
         inputs, key, filled = self._flat((args, kwargs), device)
         for module in _sharded(self.model):
             module.reshard()  # an evaluation leaves gathered weights, which a replay would not update
-        self._note_state()
+        if self._probe is None or not self._probe.same():
+            self._note_state()
         plan = self._agreed(self._plan(key, device))
         if plan == _EAGER:
             return self._eagerly(inputs, filled, key, device)
-        if self._own is not None:
-            self._own.refresh()  # before a capture too: a learning rate sent inside it would be used in every replay
+        if self._own is not None:  # before a capture too: a learning rate sent inside it would be used in every replay
+            self._own.refresh(weights=self._probe is None or self._probe.wrote())
         first = key not in self._graphs
         if plan == _CAPTURE:
             torch.cuda.synchronize()
@@ -189,7 +192,7 @@ class CapturedStep:
             torch.cuda.synchronize()
         for done in self._graphs.values():
             done.graph.reset()
-        self._graphs, self._eager_steps, self._pool = {}, {}, None
+        self._graphs, self._eager_steps, self._pool, self._probe = {}, {}, None, None
 
     def __deepcopy__(self, memo: Any) -> "CapturedStep":
         raise ValueError("a captured step cannot be copied or pickled, since forward_backward runs the original model; capture the copy's")
@@ -237,9 +240,9 @@ class CapturedStep:
     def _note_state(self, *, own: bool = False) -> None:
         """Drop the graphs if the model or the optimizer is no longer what they were captured from; `own`: by an eager step of this object,
         so that nothing new speaks for a capture."""
-        state, self._measured = state_of(self.model, self.optimizer)
-        state.append(("clip_grad", None if self._own is None else self._own.clip_grad))
+        state, self._measured = state_of(self.model, self.optimizer, self._own)
         if [(id(part), told) for part, told in state] == [(id(part), told) for part, told in self._state]:
+            self._probe = Probe(self.model, self.optimizer, self._own) if self._graphs else None
             return
         pairs = itertools.zip_longest(state, self._state, fillvalue=("the number of modules", None))
         part, before = next((new[0], old[0]) for new, old in pairs if new[0] is not old[0] or new[1] != old[1])
@@ -255,7 +258,7 @@ class CapturedStep:
 
     def _plan(self, key: Hashable, device: torch.device) -> int:
         """Return what this process can do in this step."""
-        if not _graphs_on(device) or self.obstacle is not None or self._measured or (self._own is not None and self._own.stale):
+        if not _graphs_on(device) or self.obstacle is not None or self._measured or (self._own is not None and self._own.shard.stale):
             return _EAGER
         if key in self._graphs:
             return _REPLAY
@@ -362,6 +365,7 @@ class CapturedStep:
             return reason
         new = {} if sync is None else {what: size - sent.get(what, 0) for what, size in sync.sent.rows().items()}
         self._graphs[key] = _Graph(graph, held, result, new)
+        self._probe = Probe(self.model, self.optimizer, self._own)
         self.captured += 1
         return None
 
@@ -371,10 +375,13 @@ class CapturedStep:
         done.graph.replay()
         if self._own is not None:
             self._own.replayed()
+            self._own.scaling.count()
             if self._own.grad_sync is not None and not first:  # the capture has counted once
                 self._own.grad_sync.restore(())
                 for (kind, collective), size in done.sent.items():
                     self._own.grad_sync.sent.add(kind, collective, size)
+        if self._probe is not None:
+            self._probe.launched()
         return tree_map(_copied, done.result)
 
     def _give_up(self, reason: str) -> None:

@@ -166,11 +166,6 @@ class ShardedOptimizer(LoopOptimizer):
             if changed:
                 del self._cast[holding.weight]
 
-    @property
-    def stale(self) -> bool:
-        """Whether something wrote a weight since the codes that are gathered were cast."""
-        return self.shard.stale
-
     def replayed(self) -> None:
         super().replayed()
         self.shard.replayed()

@@ -350,16 +350,6 @@ class LoopOptimizer(LowPrecisionOptimizer):
             self._gathered = None
         self._taken()
 
-    @property
-    def stale(self) -> bool:
-        """Whether a step must be eager before the next replay of a CUDA graph."""
-        return False
-
-    def replayed(self) -> None:
-        """Like the base class's, and count the step in the windows of delayed scaling."""
-        super().replayed()
-        self.scaling.count()
-
     def decide(self, ready: Sequence[Holding]) -> GradientDecision:
         """Like the base class's; a step is also not usable if torch's GradScaler found an overflow on any process."""
         found_inf = getattr(self, "found_inf", None)

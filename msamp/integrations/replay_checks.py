@@ -7,12 +7,14 @@ in the step (`foreign_hook`). What the host reads during the step is found by `m
 
 import contextlib
 import inspect
+import operator
 from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from msamp.integrations.loop_optimizer import LoopOptimizer
 from msamp.nn.scaling_state import TensorScales
 from msamp.numerics.tensor import PLAIN, ScalingTensor
 from msamp.optim.states import is_scaled, local, payload, scale_inv
@@ -23,9 +25,9 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 State = list[tuple[Any, Hashable]]
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[State, bool]:
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, own: LoopOptimizer | None) -> tuple[State, bool]:
     """Return what a graph depends on, as pairs of a module, tensor or name and what it looks like, and whether a precision guard or a
-    recorder measures the next step. Every step calls this, so it does not search for names.
+    recorder measures the next step. `own`: the optimizer, if it is one of this library.
 
     Raises:
         ValueError: if a parameter has a gradient.
@@ -38,16 +40,15 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[State,
         if id(module) in seen:
             continue
         seen.add(id(module))
-        own = vars(module)
-        buffers = own["_buffers"].values()
+        held = vars(module)
+        buffers = held["_buffers"].values()
         if isinstance(module, TensorScales):
-            windows.append(own["_filled"])
-            measured |= bool(own["watches"] or own["checks"])
-            buffers = [own["_buffers"]["amax"]]  # the others move with it
-        before, after, before_backward, after_backward = (own[kind] for kind in _HOOKS)
+            windows.append(held["_filled"])
+            measured |= bool(held["watches"] or held["checks"])
+        before, after, before_backward, after_backward = (held[kind] for kind in _HOOKS)
         hooks = len(before) + len(after) + len(before_backward) + len(after_backward)
         state.append((module, (hooks, *flags(module).values())))
-        for p in own["_parameters"].values():
+        for p in held["_parameters"].values():
             if p is not None:
                 state.append((p, (p.requires_grad, *_addresses(p))))
                 if p.grad is not None:
@@ -56,12 +57,71 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[State,
                         "optimizer.zero_grad() first, or run every micro-batch inside forward_backward"
                     )
         state += [(x, _addresses(x)) for x in buffers if x is not None]
-        waiting += [child for child in reversed(own["_modules"].values()) if child is not None]
+        waiting += [child for child in reversed(held["_modules"].values()) if child is not None]
     states = [x for held in optimizer.state.values() for x in held.values() if isinstance(x, torch.Tensor)]
     state.append((WINDOWS, tuple(windows)))
     state.append(("the memory of the optimizer's states", tuple(address for x in states for address in _addresses(x))))
     state.append(("the optimizer's groups", tuple(id(p) for group in optimizer.param_groups for p in (*group["params"], None))))
+    state.append(("clip_grad", None if own is None else own.clip_grad))
     return state, measured
+
+
+class Probe:
+    """A quick check before each replay whether `state_of` would return what it last returned: a fifth of its time. It may say no wrongly.
+
+    Args:
+        model, optimizer, own: as for `state_of`.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, own: LoopOptimizer | None) -> None:
+        self.optimizer, self._own = optimizer, own
+        self._kept = [*model.modules(), *model.buffers()]  # alive, so that nothing else gets their identity
+        self._scales = [vars(module) for module in model.modules() if isinstance(module, TensorScales)]
+        self._modules = [(vars(module), operator.itemgetter("_modules", *_HOOKS, *flags(module))) for module in model.modules()]
+        # Not the buffers of scales: whatever replaces them replaces the layer's weight too.
+        holders = [(module._parameters, {} if isinstance(module, TensorScales) else module._buffers) for module in model.modules()]
+        self._holders = [own for pair in holders for own in pair if own]
+        self._params = list(model.parameters())
+        self._seen = self._look()
+        self._versions = self._written()
+
+    def _look(self) -> list[Any]:
+        """Return modules and flags, tensors by identity, memory, and groups."""
+        held: list[Any] = [x for own in self._holders for x in own.values()]
+        states = [x for state in self.optimizer.state.values() for x in state.values()]
+        parts = [x.payload if type(x) is ScalingTensor else local(x) for x in (*held, *states) if isinstance(x, torch.Tensor)]
+        parts = [x.payload if type(x) is ScalingTensor else x for x in parts]
+        modules = []
+        for own, pick in self._modules:
+            children, before, after, before_backward, after_backward, *values = pick(own)
+            modules += [len(before) + len(after) + len(before_backward) + len(after_backward), *map(id, children.values()), *values]
+        windows = [(own["_filled"], bool(own["watches"]), bool(own["checks"])) for own in self._scales]
+        groups = [len(group["params"]) for group in self.optimizer.param_groups]
+        return [
+            *(modules, windows, groups, list(map(id, held)), None if self._own is None else self._own.clip_grad),
+            *([x.data_ptr() for x in parts], [p.requires_grad for p in self._params], [p.grad is None for p in self._params]),
+        ]
+
+    def _written(self) -> list[int]:
+        """Return the versions of weights and states."""
+        states = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+        parts = [local(x) for x in (*self._params, *states)]
+        return [x.payload._version if isinstance(x, ScalingTensor) else x._version for x in parts]
+
+    def same(self) -> bool:
+        """Return whether nothing has changed but values of tensors."""
+        try:
+            return self._look() == self._seen
+        except KeyError:  # a flag is gone
+            return False
+
+    def wrote(self) -> bool:
+        """Return whether something wrote a weight or a state since `launched`."""
+        return self._written() != self._versions
+
+    def launched(self) -> None:
+        """Note the versions of weights and states after a replay."""
+        self._versions = self._written()
 
 
 def _addresses(x: torch.Tensor) -> tuple[int, ...]:

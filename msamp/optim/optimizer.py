@@ -171,12 +171,14 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         """Whether the last step was skipped. On a GPU this is an asynchronous flag, so that a caller who reads it later need not wait."""
         return DeviceFlag(~self._usable) if self._usable.is_cuda else not bool(self._usable)
 
-    def refresh(self) -> None:
+    def refresh(self, *, weights: bool = True) -> None:
         """Prepare the replay of a CUDA graph that contains a step: send changed learning rates and weight decays to the device, and update
-        the masters of weights that were written from outside."""
+        the masters of weights that were written from outside, unless the caller knows that there are none (`weights=False`)."""
         for group in self.param_groups:
             for update in updates_of(group):
                 self._hyper(group, update)
+        if not weights:
+            return
         held = [holding for holding in self.holdings() if self.state.get(holding.weight)]
         self._follow(held)
         self._kept.take(held, self.state, self.batches)

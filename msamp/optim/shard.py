@@ -79,6 +79,10 @@ class Shard(Protocol):
     def deferred(self) -> bool:
         """Whether the updated parameters are still to be sent, by `wait` or a CUDA graph. Until then nothing may read them."""
 
+    @property
+    def stale(self) -> bool:
+        """Whether a step must be eager before a CUDA graph is replayed, since something has written weights."""
+
     def check(self, group: Mapping[str, Any]) -> None:
         """Raise a ValueError for a parameter group with a parameter that cannot be sharded."""
 
@@ -119,7 +123,7 @@ class Whole:
     """One process that updates every parameter. A gradient is `p.main_grad` if a synchronizer has set it, else `p.grad`."""
 
     ranks = 1
-    deferred = False
+    deferred = stale = False
 
     def __init__(self) -> None:
         self._grad_cast = GradCast()

@@ -76,6 +76,8 @@ class ZeRO:
             in another format, a vector with COAT's moments that is cut, and a matrix of Muon's that is cut.
     """
 
+    stale = False
+
     def __init__(self, sync: GradSync, overlap: bool = True) -> None:
         if not sync.shard:
             raise ValueError("the gradient synchronizer was built without sharding; build it with shard=True, or leave out shard=ZeRO(...)")
