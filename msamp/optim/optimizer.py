@@ -177,9 +177,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for update in updates_of(group):
                 self._hyper(group, update)
-        if not weights:
-            return
-        held = [holding for holding in self.holdings() if self.state.get(holding.weight)]
+        held = [holding for holding in self.holdings() if self.state.get(holding.weight)] if weights else []
         self._follow(held)
         self._kept.take(held, self.state, self.batches)
 
