@@ -192,7 +192,11 @@ class AttentionBlock(torch.autograd.Function):
         settings = ctx.settings
         of_heads: list[torch.Tensor | None] = []  # filled by `_inner`
         inner = functools.partial(_inner, ctx, stream, kept, grad_delta, head_norms, of_heads)
-        return *finish_backward(settings, stream, kept, inner(), residual=grad_x, weight_dtype=ctx.weight_dtypes[0]), None, *of_heads
+        return (
+            *finish_backward(settings, stream, kept, inner(), residual=grad_x, dtype=grad_x.dtype, weight_dtype=ctx.weight_dtypes[0]),
+            None,
+            *of_heads,
+        )
 
 
 def _inner(

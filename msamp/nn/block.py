@@ -331,6 +331,7 @@ def finish_backward(
     inner: Inner,
     *,
     residual: torch.Tensor,
+    dtype: torch.dtype,
     weight_dtype: torch.dtype | None,
     more: Sequence[torch.Tensor] = (),
 ) -> BlockGradients:
@@ -342,10 +343,11 @@ def finish_backward(
         kept: the other saved tensors.
         inner: the intermediate result. The caller must not hold it: its memory is freed before the norm's gradients are allocated.
         residual: [..., h], the gradient of the residual path, which the norm's kernel adds.
+        dtype: of the results of GEMMs; the stream may be wider, under autocast.
         weight_dtype: of the gradient of the first weight; None does not compute it.
         more: payloads of the weights that follow below the first one (`LayerGemm.more`).
     """
-    first, dtype = settings.first, residual.dtype
+    first = settings.first
     grad, first_sums, last_sums, last_weight, again = inner
     del inner
     norm = NormWeights(settings.norm, kept.norm_weight, kept.norm_bias)
@@ -355,7 +357,7 @@ def finish_backward(
     grad = grad._replace(payload=None)
     grad_last = last_weight()
     del last_weight
-    total = settings.saved.restore(stream, dtype)
+    total = settings.saved.restore(stream, residual.dtype)
     grad_first = None
     if weight_dtype is not None:
         n8_t = norm.transposed(total, kept, first.x_dtype) if again is None else ops.transpose(again())

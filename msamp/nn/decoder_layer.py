@@ -8,69 +8,37 @@ subclass overrides `forward`:
                  (`config._attn_implementation`) with its mask, cache and window; then the layer `o_proj`
     MLP          `MLPBlock`: residual, norm, gate and up as one GEMM, SwiGLU, down, residual
 
-Each half is fused on its own, and decides so in every forward: a hook or an adapter inside a half, a linear layer that is not in FP8, or
-autocast makes that half run the modules as they are. `why_not` returns the reasons, and `msamp.survey` prints them.
+Each half is fused on its own, and decides so in every forward: a hook or an adapter inside a half, or a linear layer that is not in FP8,
+makes that half run the modules as they are. `why_not_attention` and `why_not_mlp` return the reasons, and `msamp.survey` prints them. A
+mixture of experts runs as it is, with the grouped GEMMs of `msamp.nn.experts`. Generation runs unfused.
 
-A model whose loss is transformers' `ForCausalLMLoss` gets `causal_lm_loss`, which makes no FP32 copy of the logits.
+The other RMSNorms of the model become one kernel each, and a model whose loss is transformers' `ForCausalLMLoss` gets `causal_lm_loss`,
+which makes no FP32 copy of the logits. Under autocast, GEMMs have results in its dtype, and the stream keeps its own.
 
-A family is a row of `FAMILIES`: the class names' prefix and what differs. A version of transformers whose forwards use other names than
-`_KNOWN` is not recognized, and its layers stay as they are.
+`msamp.nn.decoder_families` is the table of what is known.
 """
 
 import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from msamp.nn.block import Norm
+from msamp.nn.decoder_families import CACHES, Family, arguments_of, family_of, host_of, unrecognized
 from msamp.nn.gemm import LayerGemm
 from msamp.nn.linear import FP8Linear
 from msamp.nn.mlp_block import MLPBlock, MLPSettings
 from msamp.nn.projection_block import ProjectionBlock, ProjectionSettings
+from msamp.nn.saved_activations import AS_IT_IS
 from msamp.nn.scaling_state import LinearScaling
+from msamp.nn.unfused import NormFunction
 from msamp.nn.vocabulary_loss import causal_lm_loss
 from msamp.numerics.tensor import ScalingTensor
 
-
-class Family(NamedTuple):
-    """How the decoder layers of one kind of model differ from Llama's.
-
-    Attributes:
-        prefix: of its class names, such as LlamaDecoderLayer, LlamaAttention, LlamaMLP, LlamaRMSNorm.
-        window: where the window of its attention is: "" (none), "config" or "attention".
-        head_norms: whether queries and keys have norms, per head.
-        optional_rope: whether a layer may have no rotary embedding (`use_rope`).
-        experts: the class of its mixture of experts, which runs as it is; "" if it has an MLP in each layer.
-    """
-
-    prefix: str
-    window: str = ""
-    head_norms: bool = False
-    optional_rope: bool = False
-    experts: str = ""
-
-
-FAMILIES = {  # folder in transformers.models -> family
-    "llama": Family("Llama"),  # also SmolLM and SmolLM2
-    "mistral": Family("Mistral", window="config"),
-    "qwen2": Family("Qwen2", window="attention"),
-    "qwen3": Family("Qwen3", window="attention", head_norms=True),
-    "smollm3": Family("SmolLM3", window="attention", optional_rope=True),
-}
-_CACHES = ("cache", "past_key_values")  # the names of the cache of keys and values, since transformers 5.24 and before
-_ARGUMENTS = {f"self hidden_states attention_mask position_ids {cache} use_cache position_embeddings kwargs" for cache in _CACHES}
-_KNOWN = {  # part of a layer -> names that its forward may use
-    "DecoderLayer": "input_layernorm self_attn post_attention_layernorm mlp",
-    "Attention": "shape head_dim q_proj view transpose k_proj v_proj apply_rotary_pos_emb update layer_idx ALL_ATTENTION_FUNCTIONS "
-    "get_interface config _attn_implementation eager_attention_forward training attention_dropout scaling reshape contiguous o_proj "
-    "sliding_window getattr q_norm k_norm use_rope",
-    "MLP": "down_proj act_fn gate_proj up_proj",
-    "RMSNorm": "dtype to torch float32 pow mean rsqrt variance_epsilon weight",
-}
 _LOSS = ("transformers.loss.loss_utils", "ForCausalLMLoss")
 _LOSS_ARGUMENTS = "logits labels vocab_size num_items_in_batch ignore_index shift_labels kwargs"
 _SILU = ("SiLU", "SiLUActivation")
@@ -78,67 +46,36 @@ _MULTIPLE = 16  # rows of joined weights and their width, for the FP8 GEMMs
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _host(kind: type) -> type:
-    """Return the class of a decoder layer before `fuse`."""
-    return kind.__mro__[kind.__mro__.index(FusedDecoderLayer) + 1] if issubclass(kind, FusedDecoderLayer) else kind
-
-
-@functools.cache
-def _family(kind: Any) -> tuple[type, Family] | None:
-    """Return the class of transformers that `kind` is or derives from, and its family; None if that is not a decoder layer known here."""
-    for base in _host(kind).__mro__:
-        package, _, folder = base.__module__.rpartition(".modeling_")
-        family = FAMILIES.get(folder) if package == f"transformers.models.{folder}" else None
-        if family is not None and base.__qualname__ == f"{family.prefix}DecoderLayer":
-            return base, family
-    return None
-
-
-def _names(kind: type) -> set[str]:
-    return set(inspect.unwrap(kind.forward).__code__.co_names)  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _arguments(kind: type) -> tuple[str, ...]:
-    return tuple(inspect.signature(inspect.unwrap(kind.forward)).parameters)  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _unknown(kind: type, base: type, parts: tuple[type, ...], prefix: str) -> str:
-    """Return why a decoder layer of class `kind`, with parts of these classes, does not compute what `base` is known to compute."""
-    if inspect.unwrap(kind.forward) is not inspect.unwrap(base.forward):  # type: ignore[attr-defined]
-        return f"{kind.__name__} is a subclass of {base.__name__} with another forward"
-    names = [f"{prefix}{part}" for part in ("Attention", "MLP", "RMSNorm", "RMSNorm")]
-    for part, name in zip(parts, names, strict=True):
-        if (part.__module__, part.__qualname__) != (base.__module__, name):
-            return f"it contains {part.__name__} instead of {name}"
-    if " ".join(_arguments(base)) not in _ARGUMENTS:
-        return f"this version of transformers has another signature of {base.__name__}.forward"
-    for each in (base, *parts):
-        known = next(known for part, known in _KNOWN.items() if each.__name__.endswith(part))
-        if not _names(each) <= set(known.split()):
-            return f"this version of transformers has another {each.__name__}.forward"
-    return ""
-
-
-def unrecognized(layer: nn.Module) -> str | None:
-    """Return why a decoder layer of transformers is not fused, "" if it is or can be, None if the module is no decoder layer known here."""
-    kind: Any = type(layer)
-    found = _family(kind)
-    if found is None:
-        return None
-    base, family = found
-    parts = (layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm)
-    return _unknown(_host(kind), base, tuple(map(type, parts)), family.prefix)
-
-
 def is_fused(layer: nn.Module) -> bool:
     """Whether `fuse` has changed the class of a layer."""
     return isinstance(layer, FusedDecoderLayer)
 
 
-class FusedDecoderLayer(nn.Module):
-    """Mixin in front of a decoder layer's class, with the fused forward."""
+class _Fused(nn.Module):
+    """Mixin in front of a class of transformers, with a fused forward; copies and pickles keep it."""
+
+    fused_host: type
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        _, _, *rest = reduced
+        return _new, (next(kind for kind in _MIXINS if isinstance(self, kind)), host_of(type(self))), *rest
+
+
+class FusedNorm(_Fused):
+    """An RMSNorm of transformers by one kernel, which does not round the normalized values before it multiplies them by the weight."""
+
+    weight: nn.Parameter
+    variance_epsilon: float
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if hidden_states.dtype != self.weight.dtype or hidden_states.dtype not in _DTYPES:
+            return super().forward(hidden_states)  # type: ignore[no-any-return, misc]
+        return NormFunction.apply(hidden_states, self.weight, None, self.variance_epsilon, True, AS_IT_IS)  # type: ignore[no-any-return]
+
+
+class FusedDecoderLayer(_Fused):
+    """A decoder layer of transformers whose halves are fused functions."""
 
     self_attn: Any
     mlp: Any
@@ -147,12 +84,11 @@ class FusedDecoderLayer(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute the layer; arguments and result as in its own class."""
-        passed = kwargs | dict(zip(_arguments(_host(type(self)))[2:], args, strict=False))
-        tables, cache = passed.get("position_embeddings"), next((passed[name] for name in _CACHES if name in passed), None)
+        passed = kwargs | dict(zip(arguments_of(host_of(type(self)))[2:], args, strict=False))
+        tables, cache = passed.get("position_embeddings"), next((passed[name] for name in CACHES if name in passed), None)
         together = not (
             tables is None
             or tables[0].requires_grad
-            or torch.is_autocast_enabled(hidden_states.device.type)
             or (cache is not None and not torch.is_grad_enabled())  # generation, which would join weights to multiply one token
             or passed.get("output_attentions")
             or hidden_states.dtype not in _DTYPES
@@ -174,19 +110,23 @@ class FusedDecoderLayer(nn.Module):
     def _attention(self, x: torch.Tensor, passed: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the stream [b, s, h], through which its gradient flows, and attention's update of it."""
         own, norm, kind = self.self_attn, self.input_layernorm, cast(Any, type(self))
-        _, family = cast(tuple[type, Family], _family(kind))
+        _, family = cast(tuple[type, Family], family_of(kind))
         layers = joined_attention(self)
         norms = (own.q_norm.weight, None, own.k_norm.weight, None) if family.head_norms else ()
+        autocast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
         cos, sin = (table.flatten(0, 1) for table in passed.pop("position_embeddings"))
         if family.optional_rope and not own.use_rope:
             cos = sin = cos.new_empty(x.shape[1], 0)
         heads, groups = (layer.out_features // own.head_dim for layer in layers[:2])
         gemm = _gemm(layers)
-        settings = ProjectionSettings(Norm(norm.variance_epsilon, rms=True), gemm, heads, groups, cos, sin, len(norms))
+        settings = ProjectionSettings(
+            Norm(norm.variance_epsilon, rms=True), gemm, heads, groups, cos, sin, dtype, len(norms), family.head_norms == "all"
+        )
         weights = (*norms, *(layer.weight for layer in layers))
         x, query, key, value = ProjectionBlock.apply(x, norm.weight, None, _bias(layers), settings, *weights)  # type: ignore[no-untyped-call]
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        mask, caches = passed.pop("attention_mask"), {name: passed.pop(name) for name in _CACHES if name in passed}
+        mask, caches = passed.pop("attention_mask"), {name: passed.pop(name) for name in CACHES if name in passed}
         for name, cache in caches.items():
             if cache is not None:
                 key, value = cache.update(key, value, own.layer_idx, **({"kwargs": passed} if name == "cache" else {}))
@@ -205,24 +145,23 @@ class FusedDecoderLayer(nn.Module):
 
     def scalings_alike(self) -> list[list[LinearScaling]]:
         """Return the scalings of the layers that one GEMM joins, which must have equal histories (`ScalingState`)."""
-        groups = (joined_attention(self), joined_mlp(self))
-        return [[layer.scaling for layer in group] for group in groups if all(isinstance(layer, FP8Linear) for layer in group)]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(protocol)
-        _, _, *rest = reduced
-        return _new, (_host(type(self)),), *rest
+        groups = (joined_attention(self), joined_mlp(self) if hasattr(self.mlp, "down_proj") else ())
+        return [[layer.scaling for layer in group] for group in groups if group and all(isinstance(layer, FP8Linear) for layer in group)]
 
 
-def _new(host: type) -> Any:
-    kind: Any = _fused(host)
+_MIXINS = (FusedDecoderLayer, FusedNorm)
+
+
+def _new(mixin: type, host: type) -> Any:
+    kind: Any = _fused(mixin, host)
     return kind.__new__(kind)
 
 
 @functools.cache
-def _fused(host: Any) -> type:
-    """Return the subclass of a decoder layer's class that runs fused, with the name of its base, which hosts look for."""
-    return type(host.__name__, (FusedDecoderLayer, host), {"__module__": host.__module__, "__qualname__": host.__qualname__})
+def _fused(mixin: Any, host: Any) -> type:
+    """Return the subclass of a class of transformers that runs fused, with the name of its base, which hosts look for."""
+    names = {"__module__": host.__module__, "__qualname__": host.__qualname__, "fused_host": host}
+    return type(host.__name__, (mixin, host), names)
 
 
 def fuse(model: nn.Module) -> list[nn.Module]:
@@ -231,9 +170,14 @@ def fuse(model: nn.Module) -> list[nn.Module]:
     The layers of a group that one GEMM joins get common scales of their casts, see `ScalingState`.
     """
     layers = [module for module in model.modules() if not is_fused(module) and unrecognized(module) == ""]
+    norms = {host_of(type(layer.input_layernorm)) for layer in layers}
+    for module in model.modules() if layers else ():
+        host: Any = type(module)
+        if host in norms:
+            module.__class__ = _fused(FusedNorm, host)
     for layer in layers:
-        host: type = type(layer)
-        layer.__class__ = _fused(host)
+        host = type(layer)
+        layer.__class__ = _fused(FusedDecoderLayer, host)
     models: Any = model.modules() if layers else ()
     for each in models:
         loss: Any = each.loss_function if getattr(each, "loss_type", None) == "ForCausalLM" else None
@@ -246,8 +190,8 @@ def fuse(model: nn.Module) -> list[nn.Module]:
 def unfuse(model: nn.Module) -> None:
     """Undo `fuse`."""
     for module in model.modules():
-        if is_fused(module):
-            module.__class__ = _host(type(module))
+        if isinstance(module, _Fused):
+            module.__class__ = host_of(type(module))
         if vars(module).get("_loss_function") is causal_lm_loss:
             del module._loss_function
 
@@ -288,12 +232,18 @@ def why_not_attention(layer: nn.Module, converted: "set[int] | None" = None) -> 
     not in FP8 yet but will be."""
     own: Any = layer.self_attn
     norms = (own.q_norm, own.k_norm) if hasattr(own, "q_norm") else ()
+    if getattr(own.config, "clip_qkv", None) is not None:
+        return "its queries, keys and values are clipped"
+    if any(norm.variance_epsilon != layer.input_layernorm.variance_epsilon for norm in norms):  # type: ignore[union-attr]
+        return "its norms have different epsilons"
     return _why_called(own, layer.input_layernorm, *norms) or _why_apart(joined_attention(layer), (), converted)  # type: ignore[arg-type]
 
 
 def why_not_mlp(layer: nn.Module, converted: "set[int] | None" = None) -> str:
     """Like `why_not_attention`, of the MLP."""
     mlp: Any = layer.mlp
+    if not hasattr(mlp, "down_proj"):
+        return "its experts run as they are"
     if type(mlp.act_fn).__name__ not in _SILU:
         return "its activation is not SiLU"
     return _why_called(mlp, mlp.act_fn, layer.post_attention_layernorm) or _why_apart(joined_mlp(layer), (mlp.down_proj,), converted)  # type: ignore[arg-type]

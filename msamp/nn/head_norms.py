@@ -40,18 +40,31 @@ class HeadNorms:
         norm: LayerNorm or RMSNorm, and its epsilon.
         weights: of both norms.
         heads, groups: number of heads of queries, and of keys and values.
+        apart: see `qkv`.
+        whole: normalize all queries of a token together, and all keys; weights are [heads * d] and [groups * d]. Only with `apart`.
     """
 
     TENSORS = 6  # that `take` returns
 
-    def __init__(self, qkv: torch.Tensor, norm: Norm, weights: HeadNormWeights, heads: int, groups: int, *, apart: bool = False) -> None:
-        self.norm, self.heads, self.groups, self.apart = norm, heads, groups, apart
+    def __init__(
+        self,
+        qkv: torch.Tensor,
+        norm: Norm,
+        weights: HeadNormWeights,
+        heads: int,
+        groups: int,
+        *,
+        apart: bool = False,
+        whole: bool = False,
+    ) -> None:
+        self.norm, self.heads, self.groups, self.apart, self.whole = norm, heads, groups, apart, whole
         parts = zip(self._parts(qkv), ((weights.query_weight, weights.query_bias), (weights.key_weight, weights.key_bias)), strict=True)
         self.kept = [self._normalize(part, *pair) for part, pair in parts]
 
     def _parts(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return views of the queries [s, b, groups, heads / groups, d] and the keys [s, b, groups, 1, d]."""
-        return grouped_heads(qkv, self.heads, self.groups, self.apart)[:2]
+        query, key, _ = grouped_heads(qkv, self.heads, self.groups, self.apart)
+        return (query.flatten(2), key.flatten(2)) if self.whole else (query, key)
 
     def _normalize(self, part: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> _Kept:
         rows = part.clone(memory_format=torch.contiguous_format).view(-1, part.shape[-1])

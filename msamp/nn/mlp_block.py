@@ -63,7 +63,8 @@ class MLPSettings(NamedTuple):
 class MLPBlock(torch.autograd.Function):
     """(x, delta, norm weight and bias, FC1 weight and bias, FC2 weight and bias, settings, weights) -> x + delta + MLP(norm(x + delta)).
 
-    The weights are those whose rows follow FC1's in its GEMM (`LayerGemm.more`), or none; FC1's bias is for all of them.
+    GEMMs have results in the dtype of delta, which under autocast is not the stream's. The weights are those whose rows follow FC1's in its
+    GEMM (`LayerGemm.more`), or none; FC1's bias is for all of them.
     """
 
     @staticmethod
@@ -87,7 +88,7 @@ class MLPBlock(torch.autograd.Function):
         normed = norm.cast(x2d, delta2d, slot=fc1.x, cast=fc1.gemm.input, ends=ends, scale_inv=n_scale_inv)
         gathered = ends.start_gather(normed.y, "input all-gather")
         w1 = fc1.weight(fc1_weight.payload, *(w.payload for w in more))
-        y = gathered.product(fc1.output_rows(n_scale_inv, w1, fc1_bias, x.dtype))
+        y = gathered.product(fc1.output_rows(n_scale_inv, w1, fc1_bias, delta.dtype))
         whole = gathered.keep() if ends.keeps_gathered else None
         gathered.done()
 
@@ -100,8 +101,9 @@ class MLPBlock(torch.autograd.Function):
         a8 = activated(scale=fc2.x.scale, amax_slot=fc2.x.amax, dtype=fc2.x_dtype, **slots)
         if fc2.x.watch is not None:
             fc2.x.watch(activated(scale=None, amax_slot=None, dtype=torch.float32, channel_scale=channels), a8, a_scale_inv)
-        product = fc2.output_rows(a_scale_inv, fc2.weight(fc2_weight.payload), fc2_bias if ends.adds_bias else None, x.dtype)
-        out = ends.sum_output(product, a8, fc2).add_(normed.total)
+        product = fc2.output_rows(a_scale_inv, fc2.weight(fc2_weight.payload), fc2_bias if ends.adds_bias else None, delta.dtype)
+        out = ends.sum_output(product, a8, fc2)
+        out = out.add_(normed.total) if delta.dtype == x.dtype else out + normed.total
         stream = settings.saved.keep(normed.total)
         weights = (fc1_weight.payload, fc1_bias, fc2_weight.payload, fc2_bias)
         kept = KeptByBlock(norm_weight, norm_bias, normed.mean, normed.rstd, n_scale_inv, a_scale_inv, whole, *weights)
@@ -110,7 +112,7 @@ class MLPBlock(torch.autograd.Function):
         parts = (*stream, *(() if settings.recompute else settings.saved.keep(y)))
         ctx.save_for_backward(*(w.payload for w in more), *parts, *kept, channels)
         ctx.settings, ctx.weight_dtypes = settings, (fc1_weight.dtype, fc2_weight.dtype)
-        ctx.rows = [w.shape[0] for w in (fc1_weight, *more)]
+        ctx.dtype, ctx.rows = delta.dtype, [w.shape[0] for w in (fc1_weight, *more)]
         return unviewed(out, x.shape)
 
     @staticmethod
@@ -141,8 +143,9 @@ class MLPBlock(torch.autograd.Function):
             settings,
             parts if settings.recompute else parts[: len(parts) // 2],
             kept,
-            _inner(settings, parts, kept, channels, grad_output, last, more),
+            _inner(settings, parts, kept, channels, grad_output, ctx.dtype, last, more),
             residual=grad_output,
+            dtype=ctx.dtype,
             weight_dtype=first,
             more=more,
         )
@@ -156,15 +159,16 @@ def _inner(
     kept: KeptByBlock,
     channels: torch.Tensor | None,
     grad_output: torch.Tensor,
+    dtype: torch.dtype,
     fc2_dtype: torch.dtype | None,
     more: Sequence[torch.Tensor],
 ) -> Inner:
     """Backward through FC2 and the activation. `parts` are the saved parts of the stream, then of FC1's output; `channels` are the
     scales of the activation's channels in forward."""
-    fc1, fc2, ends, device, dtype = settings.fc1, settings.fc2, settings.ends, grad_output.device, grad_output.dtype
+    fc1, fc2, ends, device = settings.fc1, settings.fc2, settings.ends, grad_output.device
     stream = parts if settings.recompute else parts[: len(parts) // 2]
     grad_y = start_grad_output(fc2, grad_output, scalar_pool.take(device), ends, colsum=kept.last_bias is not None)
-    again = start_input_again(settings, stream, kept, dtype, asked=settings.recompute)
+    again = start_input_again(settings, stream, kept, grad_output.dtype, asked=settings.recompute)
     if settings.recompute:
         assert again is not None
         x8 = Operand.tensorwise(again(), scale_inv=kept.input_scale_inv)

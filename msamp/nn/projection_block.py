@@ -31,7 +31,9 @@ class ProjectionSettings(NamedTuple):
         qkv: the joined projection.
         heads, groups: number of heads of queries, and of keys and values.
         cos, sin: [s, r] or [b * s, r], FP32 or the input's dtype: rotary embedding of the first r channels of a head.
+        dtype: of queries, keys and values; the stream may be wider, under autocast.
         head_norms: number of parameters of the norms of queries and keys, 4 or 0.
+        whole_norms: whether these norms are over all heads of a token together, rather than over each.
         saved: how the norm's input is saved for backward.
     """
 
@@ -41,7 +43,9 @@ class ProjectionSettings(NamedTuple):
     groups: int
     cos: torch.Tensor
     sin: torch.Tensor
+    dtype: torch.dtype
     head_norms: int = 0
+    whole_norms: bool = False
     saved: Saved = AS_IT_IS
     ends: Ends = ALONE
 
@@ -79,12 +83,12 @@ class ProjectionBlock(torch.autograd.Function):
         normed = NormWeights(settings.norm, norm_weight, norm_bias).cast(
             x2d, None, slot=qkv.x, cast=qkv.gemm.input, ends=ALONE, scale_inv=scale_inv
         )
-        product = qkv.output_rows(scale_inv, qkv.weight(*payloads), bias, x.dtype)
+        product = qkv.output_rows(scale_inv, qkv.weight(*payloads), bias, settings.dtype)
         packed = product.of(normed.y).view(*x.shape[:-1], -1)
         kept_heads = None
         if settings.head_norms:
             of_heads = HeadNormWeights(*head_norms)  # type: ignore[arg-type]
-            kept_heads = HeadNorms(packed, settings.norm, of_heads, settings.heads, settings.groups, apart=True)
+            kept_heads = HeadNorms(packed, settings.norm, of_heads, settings.heads, settings.groups, apart=True, whole=settings.whole_norms)
         ops.rotary_(packed, settings.cos, settings.sin, settings.heads, settings.groups, apart=True)
         none = x.new_empty(0, dtype=torch.float32)  # of a last layer, which this block does not have
         kept = KeptByBlock(norm_weight, norm_bias, normed.mean, normed.rstd, scale_inv, none, None, payloads[0], bias, none, None)
@@ -109,7 +113,7 @@ class ProjectionBlock(torch.autograd.Function):
         stream, kept = KeptByBlock.of(saved)
         rotated_back = functools.partial(ops.rotary_backward, dq, dk, dv, settings.cos, settings.sin, apart=True)
         grad, outputs, of_heads = projection_grad(
-            qkv, rotated_back, dq.shape[:2], dq.dtype, ctx.heads, head_norms, colsum=kept.first_bias is not None
+            qkv, rotated_back, dq.shape[:2], settings.dtype, ctx.heads, head_norms, colsum=kept.first_bias is not None
         )
         del dq, dk, dv, rotated_back
         needed = any(ctx.needs_input_grad[5 + settings.head_norms :])
@@ -119,6 +123,7 @@ class ProjectionBlock(torch.autograd.Function):
             kept,
             Inner(grad, outputs.sums, outputs.sums, last_weight=lambda: None, again=None),
             residual=grad_x,
+            dtype=settings.dtype,
             weight_dtype=ctx.weight_dtype if needed else None,
             more=more,
         )

@@ -34,6 +34,12 @@ FAMILIES = {
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0], "num_key_value_heads": 1}),
 }
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+FAMILIES_OF_EXPERTS = {
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3_moe": ("Qwen3MoeConfig", MOE | {"moe_intermediate_size": 32, "head_dim": 16, "mlp_only_layers": [1]}),
+    "olmoe": ("OlmoeConfig", MOE | {"num_key_value_heads": 4, "intermediate_size": 32}),
+}
 every_family = pytest.mark.parametrize("family", FAMILIES)
 TOKENS = torch.randint(3, 96, (3, 16), generator=torch.Generator().manual_seed(0))
 PADDED = (torch.arange(16) < torch.tensor([[16], [9], [12]])).long()
@@ -41,7 +47,7 @@ PADDED = (torch.arange(16) < torch.tensor([[16], [9], [12]])).long()
 
 def build(family: str = "llama", dtype: torch.dtype = torch.bfloat16, **changes) -> nn.Module:
     torch.manual_seed(0)
-    kind, own = FAMILIES[family]
+    kind, own = (FAMILIES | FAMILIES_OF_EXPERTS)[family]
     config = getattr(transformers, kind)(**{**SIZES, **own, **changes})
     return transformers.AutoModelForCausalLM.from_config(config).to(dtype)
 
@@ -98,6 +104,41 @@ def test_forward_gradients_and_steps(family, level):
         for model in (plain, low, other):
             model.zero_grad()
     assert steps(fused, low) == pytest.approx(steps(unfused, other), rel=2e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES_OF_EXPERTS)
+def test_mixtures_of_experts(family):
+    plain = build(family, torch.float32)
+    (fused, low), (unfused, other) = begin(build(family)), begin(build(family), fuse=False)
+    dense = family == "qwen3_moe"
+    assert fused_halves(fused) == 2 + dense
+    assert {half.why for half in msamp.survey(fused).halves} == {"", "its experts run as they are"}
+    outputs = [model(input_ids=TOKENS, labels=TOKENS, attention_mask=PADDED) for model in (plain, fused, unfused)]
+    assert no_worse(*(output.logits[PADDED.bool()] for output in outputs))
+    for output in outputs[1:]:
+        output.loss.backward()
+    found = [gradients(model) for model in (fused, unfused)]
+    assert found[0].keys() == found[1].keys()
+    assert all(sqnr_db(found[1][name], found[0][name]) > 8 for name in found[0] if "layers.1.self_attn" in name and "norm" not in name)
+    for optimizer in (low, other):
+        optimizer.zero_grad()
+    assert steps(fused, low) == pytest.approx(steps(unfused, other), rel=5e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_autocast(family):
+    (fused, low), (unfused, other) = begin(build(family, torch.float32), "O2"), begin(build(family, torch.float32), "O2", fuse=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = [model(input_ids=TOKENS, labels=TOKENS) for model in (fused, unfused)]
+    assert outputs[0].logits.dtype == outputs[1].logits.dtype
+    assert sqnr_db(outputs[1].logits, outputs[0].logits) > 20
+    for output in outputs:
+        output.loss.backward()
+    found = [gradients(model) for model in (fused, unfused)]
+    assert {name: g.dtype for name, g in found[0].items()} == {name: g.dtype for name, g in found[1].items()}
+    assert all(sqnr_db(found[1][name], found[0][name]) > 15 for name in found[0])
+    for optimizer in (low, other):
+        optimizer.step()
 
 
 @every_family

@@ -18,8 +18,8 @@ def check_normalize(
     """Raise a ValueError for shapes and dtypes that the norms do not support."""
     if x.ndim != 2 or x.dtype not in WIDE:
         raise ValueError(f"x is {x.dtype} {tuple(x.shape)}; a norm requires [M, N] in BF16, FP16 or FP32: flatten the tokens into M")
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}; it must match x, {x.dtype} {tuple(x.shape)}: convert it")
+    if residual is not None and (residual.shape != x.shape or residual.dtype not in WIDE):
+        raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}; it must be {tuple(x.shape)} like x, in BF16, FP16 or FP32")
     if any(p is not None and p.shape != x.shape[1:] for p in (weight, bias)):
         raise ValueError(f"weight is {tuple(weight.shape)}; weight and bias must be [N], {tuple(x.shape[1:])}: pass this norm's")
     if rms and bias is not None:
@@ -57,7 +57,7 @@ def normalize(
 
     Args:
         x: [M, N] BF16, FP16 or FP32.
-        residual: like `x`, added before the norm; None adds nothing.
+        residual: [M, N] BF16, FP16 or FP32, added before the norm; None adds nothing.
         weight, bias: [N] of any float dtype; bias None adds nothing.
         eps: added to the variance (RMSNorm: to the mean square).
         scale: FP32, 0-dim, a power of two (delayed scaling); None uses a just-in-time scale from the amax of y.
