@@ -189,14 +189,10 @@ class AttentionBlock(torch.autograd.Function):
     def backward(ctx: Any, grad_x: torch.Tensor, grad_delta: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         saved = ctx.saved_tensors
         head_norms, (stream, kept) = saved[: ctx.head_norms], KeptByBlock.of(saved[ctx.head_norms :])
-        settings = ctx.settings
         of_heads: list[torch.Tensor | None] = []  # filled by `_inner`
-        inner = functools.partial(_inner, ctx, stream, kept, grad_delta, head_norms, of_heads)
-        return (
-            *finish_backward(settings, stream, kept, inner(), residual=grad_x, dtype=grad_x.dtype, weight_dtype=ctx.weight_dtypes[0]),
-            None,
-            *of_heads,
-        )
+        inner, dtype = functools.partial(_inner, ctx, stream, kept, grad_delta, head_norms, of_heads), ctx.weight_dtypes[0]
+        grads = finish_backward(ctx.settings, stream, kept, inner(), residual=grad_x, dtype=grad_x.dtype, weight_dtype=dtype)
+        return *grads, None, *of_heads
 
 
 def _inner(

@@ -31,6 +31,7 @@ from msamp.nn.block import Norm
 from msamp.nn.decoder_families import CACHES, Family, arguments_of, family_of, host_of, unrecognized
 from msamp.nn.gemm import LayerGemm
 from msamp.nn.linear import FP8Linear
+from msamp.nn.linear_fn import LinearFunction, LinearSettings
 from msamp.nn.mlp_block import MLPBlock, MLPSettings
 from msamp.nn.projection_block import ProjectionBlock, ProjectionSettings
 from msamp.nn.saved_activations import AS_IT_IS
@@ -134,7 +135,11 @@ class FusedDecoderLayer(_Fused):
             passed["sliding_window"] = getattr(own if family.window == "attention" else own.config, "sliding_window", None)
         dropout = own.attention_dropout if own.training else 0.0
         o, _ = _core(own)(own, query, key, value, mask, dropout=dropout, scaling=own.scaling, **passed)
-        return x, own.o_proj(o.reshape(*x.shape[:-1], -1))
+        o = o.reshape(*x.shape[:-1], -1)
+        if _why_apart((), (own.o_proj,), None):
+            return x, own.o_proj(o)
+        settings_of_o = LinearSettings(_gemm((own.o_proj,)), label=own.o_proj.weight.label, cast_again=True)  # attention saves `o` too
+        return x, LinearFunction.apply(o, own.o_proj.weight, own.o_proj.bias, settings_of_o)  # type: ignore[no-untyped-call]
 
     def _mlp(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
         norm, (gate, up), down = self.post_attention_layernorm, joined_mlp(self), self.mlp.down_proj

@@ -25,12 +25,14 @@ from msamp.numerics.tensor import ScalingTensor
 
 
 class LinearSettings(NamedTuple):
-    """The arguments that are not tensors of the autograd graph: the layer's GEMMs, the communication at its two ends, and its name."""
+    """The arguments that are not tensors of the autograd graph: the layer's GEMMs, the communication at its two ends, its name, and whether
+    backward casts the input again, which something else saves anyway."""
 
     layer: LayerGemm
     input_end: Ends = ALONE
     output_end: Ends = ALONE
     label: str = ""
+    cast_again: bool = False
 
 
 class LinearFunction(torch.autograd.Function):
@@ -45,14 +47,14 @@ class LinearFunction(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, x: torch.Tensor, weight: ScalingTensor, bias: torch.Tensor | None, settings: LinearSettings
     ) -> torch.Tensor:
-        layer, ins, outs, label = settings
+        layer, ins, outs, label, again = settings
         needs_w = ctx.needs_input_grad[1]
         combine = ins.shared_amax if ins.spread else None
         x2d, slot, channels = x.reshape(-1, x.shape[-1]), layer.x, layer.channel_scale
         if layer.channels is not None:
             x2d, slot = layer.channels.smooth(x2d, slot)
-        operand = cast_operand(x2d, slot, layer.gemm.input, col=needs_w and not ins.spread, combine=combine)
-        saved = operand.payload_t
+        operand = cast_operand(x2d, slot, layer.gemm.input, col=needs_w and not ins.spread and not again, combine=combine)
+        saved = x2d if again and needs_w else operand.payload_t
         gathered = ins.start_gather(operand.codes, "input all-gather") if ins.spread else None
         w = layer.weight(weight.payload)
         if gathered is not None:
@@ -82,7 +84,7 @@ class LinearFunction(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         saved, x_scale_inv, w_payload, channels = ctx.saved_tensors
-        (layer, ins, outs, _), (needs_x, needs_w, needs_b, _) = ctx.settings, ctx.needs_input_grad
+        (layer, ins, outs, _, again), (needs_x, needs_w, needs_b, _) = ctx.settings, ctx.needs_input_grad
         grad_x = grad_w = grad_b = gathered = None
         x8: PendingRows | None = None  # the rows of x in FP8, where this rank has only its own
         if needs_w and ins.spread:
@@ -101,7 +103,8 @@ class LinearFunction(torch.autograd.Function):
             summed = ins.start_sum_grad(partial, layer)  # the collective overlaps with the weight gradient
         if needs_w:
             g = g if gathered is None else g._replace(payload_t=ops.transpose(gathered()))
-            x8_t = saved if x8 is None else ops.transpose(x8())
+            kept = ops.cast_transposed(saved, x_scale_inv, layer.x_dtype) if again else saved
+            x8_t = kept if x8 is None else ops.transpose(x8())
             if x8 is not None:
                 x8.done()
             grad_w = layer.grad_weight(g, Operand.kept(x8_t, x_scale_inv, layer.gemm.input), ctx.weight_dtype, channels)

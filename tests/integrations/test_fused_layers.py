@@ -11,7 +11,7 @@ from torch import nn
 
 import msamp
 from helpers import dist, hosts
-from msamp.nn import decoder_layer
+from msamp.nn import decoder_families, decoder_layer
 from msamp.numerics.metrics import sqnr_db
 
 transformers = hosts.need("transformers")
@@ -273,12 +273,12 @@ def test_layers_that_compute_something_else_stay_as_they_are(monkeypatch):
         "model.layers.1 attention": "",
         "model.layers.1 MLP": "its activation is not SiLU",
     }
-    monkeypatch.setitem(decoder_layer._KNOWN, "MLP", "down_proj act_fn gate_proj")
-    decoder_layer._unknown.cache_clear()
+    monkeypatch.setitem(decoder_families._KNOWN, "MLP", "down_proj act_fn gate_proj")
+    decoder_families._unknown.cache_clear()
     model = build()
     assert set(msamp.survey(model).halves[0][1:]) == {"this version of transformers has another LlamaMLP.forward"}
     assert not any(map(decoder_layer.is_fused, layers(begin(model)[0])))
-    decoder_layer._unknown.cache_clear()
+    decoder_families._unknown.cache_clear()
 
 
 def test_the_survey_before_and_after():

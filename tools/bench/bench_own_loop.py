@@ -1,0 +1,173 @@
+"""Measure training steps of a transformers model in a plain loop on one GPU: ours in two lines, our trainer, torch and torchao.
+
+    python tools/bench/bench_own_loop.py --shapes 1b 350m --cases msamp:bf16:eager torchao:bf16:compiled trainer:bf16:captured
+    python tools/bench/bench_own_loop.py --shapes smollm2-135m --cases msamp:fp32:captured --level O2
+
+A case is SYSTEM:FORM:WAY. Systems: `msamp` (`msamp.initialize` at --level), `trainer` (megatron.lm.pretrain's step of the same shape at
+--level), `torch` (fused AdamW) and `torchao` (its FP8 linear layers without the head). Forms: `bf16`, weights in BF16 without a master
+(ours keep the level's); `fp32`, weights in FP32, computed under autocast. Ways: `eager`; `compiled`, each decoder layer by torch.compile;
+`captured`, one CUDA graph by `msamp.capture` (the trainer's own graph). Weights and tokens are random, nothing is downloaded; transformers
+and torchao must be installed. The update is part of the step.
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import msamp
+from megatron.lm.processes import process_groups
+from megatron.lm.shell.arguments import Parser, count
+from tools.bench import rows, training_steps
+
+LLAMA = {"model_type": "llama", "vocab_size": 32000, "tie_word_embeddings": False}
+Shape = tuple[dict[str, Any], int, int]  # configuration of transformers, sequences, tokens of each
+SHAPES: dict[str, Shape] = {
+    "350m": (LLAMA | {"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 2816, "num_attention_heads": 16}, 8, 2048),
+    "1b": (
+        LLAMA
+        | {"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8},
+        *(8, 2048),
+    ),
+    "8b8": (
+        LLAMA
+        | {"hidden_size": 4096, "num_hidden_layers": 8, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
+        *(2, 4096),
+    ),
+    "smollm2-135m": (
+        LLAMA
+        | {"hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+        | {"vocab_size": 49152, "tie_word_embeddings": True},
+        *(8, 1024),
+    ),
+    "olmoe8": (
+        {"model_type": "olmoe", "vocab_size": 50304, "hidden_size": 2048, "num_hidden_layers": 8, "intermediate_size": 1024}
+        | {"num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8},
+        *(4, 2048),
+    ),
+}
+TRAINER = (  # the trainer's flag -> the value's name in transformers' configuration
+    ("--num-layers", "num_hidden_layers"),
+    ("--hidden-size", "hidden_size"),
+    ("--ffn-hidden-size", "intermediate_size"),
+    ("--num-attention-heads", "num_attention_heads"),
+)
+SYSTEMS, FORMS, WAYS = ("msamp", "trainer", "torch", "torchao"), ("bf16", "fp32"), ("eager", "compiled", "captured")
+COLUMNS = ("date", "commit", "gpu", "torch", "shape", "system", "form", "way", "level", "ms", "peak_gib")
+
+
+def build(shape: Shape, dtype: torch.dtype) -> nn.Module:
+    """Return a model of random weights."""
+    import transformers  # the trainer's rows do not need it
+
+    config, _, tokens = shape
+    torch.manual_seed(0)
+    settings = transformers.AutoConfig.for_model(**config, max_position_embeddings=tokens, attn_implementation="sdpa", use_cache=False)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        return transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype).train()  # type: ignore[no-any-return]
+
+
+def loop_step(shape: Shape, system: str, form: str, way: str, level: str) -> Callable[[], Any]:
+    """Return a step of the plain loop."""
+    model: Any = build(shape, torch.float32 if form == "fp32" else torch.bfloat16)
+    device = next(model.parameters()).device
+    if system == "torchao":
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        convert_to_float8_training(model, config=Float8LinearConfig(), module_filter_fn=lambda _, name: "lm_head" not in name)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if system == "msamp":
+        model, optimizer = msamp.initialize(model, optimizer, level)
+    for layer in model.model.layers if way == "compiled" else ():
+        layer.compile()
+    _, sequences, tokens = shape
+    ids = torch.randint(0, model.config.vocab_size, (sequences, tokens), generator=torch.Generator().manual_seed(1)).to(device)
+
+    def forward_backward(ids: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=form == "fp32"):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    if way == "captured":
+        captured = msamp.capture(model, optimizer, forward_backward)  # type: ignore[attr-defined]
+        return lambda: captured(ids)
+
+    def step() -> torch.Tensor:
+        loss = forward_backward(ids)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def trainer_step(shape: Shape, level: str) -> Callable[[], Any]:
+    """Return a step of the trainer on a GPT of the same shape."""
+    config, sequences, tokens = shape
+    flags = [word for flag, name in TRAINER for word in (flag, str(config[name]))]
+    groups = config.get("num_key_value_heads", config["num_attention_heads"])
+    flags += ["--group-query-attention", "--num-query-groups", str(groups), "--seq-length", str(tokens), "--swiglu"]
+    flags += ["--normalization", "RMSNorm", "--disable-bias-linear", "--position-embedding-type", "rope"]
+    flags += [] if config["tie_word_embeddings"] else ["--untie-embeddings-and-output-weights"]
+    options = argparse.Namespace(
+        preset="1.3b", micro_batch_size=sequences, flags=" ".join(flags), vocab_size=config["vocab_size"], csv=None, commit=None
+    )
+    settings = training_steps.configuration(level, options)
+    process_groups.initialize(settings)
+    return training_steps.prepare(settings, options, 1)[1]
+
+
+def measure(case: str, shape: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the row of a case."""
+    system, form, way = case.split(":")
+    if system not in SYSTEMS or form not in FORMS or way not in WAYS:
+        raise ValueError(f"case is {case!r}; it must be SYSTEM:FORM:WAY of {SYSTEMS}, {FORMS} and {WAYS}")
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    size = SHAPES[shape]
+    step = trainer_step(size, options.level) if system == "trainer" else loop_step(size, system, form, way, options.level)
+    training_steps.warm_up(step, options.warm_up)
+    times, _ = training_steps.synchronized_step_times(step, options.steps)
+    if system == "trainer":
+        process_groups.leave_grid()
+    peak = round(torch.cuda.max_memory_allocated() / 2**30, 2) if torch.cuda.is_available() else ""
+    level = options.level if system in ("msamp", "trainer") else ""
+    row = rows.machine(options.commit) | {"shape": shape, "system": system, "form": form, "way": way, "level": level}
+    return {name: (row | {"ms": round(statistics.median(times) * 1e3, 1), "peak_gib": peak})[name] for name in COLUMNS}
+
+
+def main() -> int:
+    """Measure every case of every shape, and append a row of each; a case that fails is printed, and the others go on."""
+    flags = Parser(description=__doc__)
+    flags.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1b"])
+    flags.add_argument("--cases", nargs="+", default=["msamp:bf16:eager", "torch:bf16:compiled"], metavar="SYSTEM:FORM:WAY")
+    flags.add_argument("--level", default="O3")
+    flags.add_argument("--warm-up", type=count(1), default=20, help="delayed scaling is just in time for 16 steps")
+    flags.add_argument("--steps", type=count(2), default=8, help="measured steps")
+    rows.add_flags(flags, "own_loop.csv")
+    options = flags.parse_args()
+    failed = 0
+    for shape in options.shapes:
+        for case in options.cases:
+            try:
+                row = measure(case, shape, options)
+            except Exception as error:  # another system's error must not lose the rows after it
+                failed += 1
+                print(f"{shape} {case} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                continue
+            print(" ".join(str(row[name]) for name in COLUMNS[4:]), flush=True)
+            rows.append(options.csv, [row])
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
