@@ -19,7 +19,7 @@ from sphinx.environment import BuildEnvironment
 
 import msamp
 from megatron.lm.config.cli import parse_args
-from megatron.lm.config.megatron_flags.listing import HEADING
+from megatron.lm.config.megatron_flags.table import HEADING
 
 project = "msamp"
 version = release = msamp.__version__

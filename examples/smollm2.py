@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from megatron.lm.hugging_face.config_file import one_line
 from megatron.lm.post.models import need
 from megatron.lm.shell import arguments, exit_codes
+from megatron.lm.shell.exit_codes import one_line
 from megatron.lm.shell.files import new_folder
 
 

@@ -162,7 +162,7 @@ def examples(made):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"data": "none.jsonl"}, "none.jsonl does not exist"),
+        ({"data": "none.jsonl"}, "none.jsonl"),
         ({"load": "none"}, "has no config.json"),
         ({"seq_length": 16}, "--seq-length is 16: give --seq-length"),
         ({"seq_length": 1024}, "has positions for 512 tokens"),

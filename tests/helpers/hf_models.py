@@ -113,4 +113,4 @@ def to_hf(
         experts = name.endswith(("experts.fc1_weight", "experts.fc2_weight")) and x.dim() == 3
         separate |= {f"{name}.{e}": part for e, part in enumerate(x)} if experts else {name: x}
     about = hf_config(config.model, vocab_size, dtype, vocab_size - 1)
-    return about, dict(hf_tensors(hf_rules(config.model, vocab_size, list(separate)), separate, dtype))
+    return about, dict(hf_tensors(hf_rules(config.model, vocab_size, list(separate)), separate.__getitem__, dtype))

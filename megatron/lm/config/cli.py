@@ -15,8 +15,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 from megatron.lm.config.blend_file import read_blend, read_blend_per_split
 from megatron.lm.config.from_checkpoint import Saved, taken
 from megatron.lm.config.megatron_flags.apply import apply, described, differing, given_by
-from megatron.lm.config.megatron_flags.listing import help_sections
-from megatron.lm.config.megatron_flags.table import GivenFlags, closest
+from megatron.lm.config.megatron_flags.table import GivenFlags, closest, help_sections
 from megatron.lm.config.presets import PRESETS, in_other_units, preset, published_vocabulary
 from megatron.lm.config.sections.outputs import CheckpointConfig
 from megatron.lm.config.sections.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, SIZE, choices_of, flag

@@ -8,10 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron.lm.hugging_face.config_file import one_line
 from megatron.lm.hugging_face.folder import read_json
-from megatron.lm.hugging_face.models import check_vocabulary, load_model
-from megatron.lm.hugging_face.tokenizer import load_tokenizer
+from megatron.lm.hugging_face.models import check_vocabulary, load_model, load_tokenizer
+from megatron.lm.shell.exit_codes import one_line
 
 _ROWS = 1024  # positions with log-probabilities in memory at once: 0.2 GB with a vocabulary of 50,000
 

@@ -2,6 +2,5 @@
 
 folder.py      safetensors and JSON files
 config_file.py config.json
-models.py      models of transformers
-tokenizer.py   tokenizers of transformers
+models.py      models and tokenizers of transformers
 """

@@ -4,14 +4,12 @@ transformers trusts this file: `auto_map` names Python files to run, and numbers
 compared with them. So the file is checked first, and only then given to the configuration class, which must be one of transformers itself.
 """
 
-import contextlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron.lm.hugging_face.folder import read_json
-from megatron.lm.shell.exit_codes import lacks_memory
+from megatron.lm.shell.exit_codes import one_line
 
 MOST_LAYERS, MOST_LABELS = 10_000, 100_000
 _LAYERS = re.compile("layer|num_blocks|num_stages")
@@ -66,21 +64,3 @@ def _check_numbers(content: Any, path: Path, name: str = "") -> None:
         most = MOST_LABELS if name == "num_labels" else MOST_LAYERS if _LAYERS.search(name) else None
         if most is not None and content > most:
             raise ValueError(f"{path} has {name} = {content}: expected at most {most}")
-
-
-@contextlib.contextmanager
-def one_line(message: str) -> Iterator[None]:
-    """Convert an error of a library that reads a file from elsewhere to a ValueError of one line, except an out-of-memory error."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit, Refused):
-        raise
-    except BaseException as error:  # a panic of a Rust library is not an Exception
-        if lacks_memory(error):
-            raise
-        text = " ".join(str(error).split())
-        raise ValueError(f"{message} ({type(error).__name__}: {text[:300]})") from None
-
-
-class Refused(ValueError):
-    """A refusal of this project inside a block of `one_line`, which keeps its message."""

@@ -1,4 +1,4 @@
-"""Load models of transformers from folders that may come from anywhere, under the rules of `convert_checkpoint from-hf`.
+"""Load models and tokenizers of transformers from folders that may come from anywhere, under the rules of `convert_checkpoint from-hf`.
 
 `from_pretrained` of transformers, given a folder, asks on a terminal whether to run Python code in it, follows file names in its index out
 of the folder, reads pickles, and draws missing weights at random. So transformers never sees the folder here. It gets a configuration that
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.lm.hugging_face.config_file import Refused, one_line, read_config
-from megatron.lm.hugging_face.folder import Tensors, check_finite, read_json
+from megatron.lm.hugging_face.config_file import read_config, refuse_code
+from megatron.lm.hugging_face.folder import Tensors, check_finite, read_json, refuse_irregular
+from megatron.lm.shell.exit_codes import Refused, one_line
 
 _MODULES = 1000, 16  # the most modules of a model: the first number, plus the second per tensor of the folder
 _ELEMENTS = 2**26, 2  # the most elements of parameters and buffers: the first number, plus the second per byte of the folder's tensors
@@ -27,6 +28,9 @@ _NO_WEIGHTS = (
     ".attention.bias",
     ".attention.masked_bias",
 )  # old files have them
+_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+# Arguments of tokenizer classes that name files to read; save_pretrained writes none of them.
+_FILES = ("vocab", "merges", "init_inputs", "vocab_file", "merges_file", "tokenizer_file", "tokenizer_object", "spm_file", "source_spm")
 
 
 def load_model(
@@ -184,3 +188,23 @@ def _quiet(logging: Any) -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(verbosity)
+
+
+def load_tokenizer(folder: Path, **settings: Any) -> Any:
+    """Load the tokenizer in a model's folder, with `settings` overriding its own.
+
+    Raises:
+        ValueError: if there is none, it requires code of the folder, or names files elsewhere.
+    """
+    import transformers
+
+    config, path = read_config(folder), folder / "tokenizer_config.json"
+    refuse_irregular(folder, (file.name for file in folder.iterdir() if file.suffix in _SUFFIXES))
+    if path.exists():
+        content = read_json(path)
+        refuse_code(content, path)
+        named = [name for name in _FILES if content.get(name)]
+        if named:
+            raise ValueError(f"{path} names files ({named[0]}: {content[named[0]]!r}): remove the entry")
+    with one_line(f"{folder} has no tokenizer that transformers can load"):
+        return transformers.AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True, trust_remote_code=False, **settings)

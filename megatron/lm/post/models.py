@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from megatron.lm.hugging_face import models as hugging_face
-from megatron.lm.hugging_face import tokenizer as tokenizers
 from megatron.lm.hugging_face.models import check_vocabulary
 from msamp.nn.convert import convert
 from msamp.numerics.recipe import Recipe
@@ -64,7 +63,7 @@ def load_tokenizer(folder: Path) -> Any:
     """
     need("transformers")
     check_folder(folder)
-    tokenizer = tokenizers.load_tokenizer(folder, padding_side="left")
+    tokenizer = hugging_face.load_tokenizer(folder, padding_side="left")
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {folder} must be a fast one with an eos_token: add tokenizer.json and its configuration")
     if tokenizer.pad_token_id is None:

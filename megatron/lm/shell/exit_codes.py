@@ -11,6 +11,7 @@ ValueError, an OSError or a RunStopped reports the value and what to do. Python'
 without a file name; they count as bugs of the code that read the file.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -19,7 +20,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn, ParamSpec
 
 from megatron.lm.errors import RunStopped, missing, report
@@ -111,3 +112,21 @@ def lost_connection(error: Exception) -> bool:
     if distributed is not None and isinstance(error, distributed.DistError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in ("/gloo/", "onnection closed by peer", "does not answer"))
+
+
+@contextlib.contextmanager
+def one_line(message: str) -> Iterator[None]:
+    """Convert an error of a library that reads a file from elsewhere to a ValueError of one line, except an out-of-memory error."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, Refused):
+        raise
+    except BaseException as error:  # a panic of a Rust library is not an Exception
+        if lacks_memory(error):
+            raise
+        text = " ".join(str(error).split())
+        raise ValueError(f"{message} ({type(error).__name__}: {text[:300]})") from None
+
+
+class Refused(ValueError):
+    """A refusal of this project inside a block of `one_line`, which keeps its message."""

@@ -24,7 +24,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,22 +48,6 @@ if TYPE_CHECKING:
     from megatron.lm.checkpoint.reader import CheckpointReader
 
 _TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-
-
-class Values(Mapping[str, Tensor]):
-    """The weights of a checkpoint by name, whole and in FP32, read one at a time."""
-
-    def __init__(self, saved: "CheckpointReader") -> None:
-        self._saved, self._names = saved, saved.names()
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._saved.values(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def _saved(load: Path) -> "CheckpointReader":
@@ -96,13 +80,13 @@ def _export(args: argparse.Namespace, fp8: bool) -> str:
     tokenizer = tokenizer_files.matching(config.data, config.model.vocab_size, vocab_size)
     dtype = torch.bfloat16 if fp8 else getattr(torch, args.dtype)
     about = hf_config(config.model, vocab_size, dtype, tokenizer.eod)
-    rules, values = hf_rules(config.model, vocab_size, saved.names()), Values(saved)
+    rules = hf_rules(config.model, vocab_size, saved.names())
     in_bf16 = kept_in_bf16(rules, config.precision.layers_in_bf16(config.model.num_layers))
     if fp8:
         about["quantization_config"] = quantization_config(about["model_type"], [*in_bf16, *routers(rules)], args.layout)
         if args.layout != "tensor":
             check_blocks(rules, in_bf16)
-    tensors = fp8_tensors(rules, values, saved.weight, in_bf16, args.layout) if fp8 else hf_tensors(rules, values, dtype)
+    tensors = fp8_tensors(rules, saved.values, saved.weight, in_bf16, args.layout) if fp8 else hf_tensors(rules, saved.values, dtype)
     with new_folder(args.output) as folder:
         total = sum(len(rule.theirs) for rule in rules)
         size = write_tensors(folder, args.progress.counted(tensors, total, "tensors"))
@@ -139,16 +123,16 @@ def export_bf16(args: argparse.Namespace) -> str:
     """Convert a checkpoint to BF16 safetensors under our names."""
     saved = _saved(args.load)
     metadata = {key: json.dumps(saved.info[key]) for key in ("version", "config", "vocab_size", "iteration")}
+
+    def in_bf16() -> Iterator[tuple[str, Tensor]]:
+        for name in saved.names():
+            rounded = saved.values(name).bfloat16()
+            check_finite(name, rounded)
+            yield name, rounded
+
     with new_folder(args.output) as folder:
-        size = write_tensors(folder, args.progress.counted(_in_bf16(Values(saved)), len(saved.names()), "tensors"), metadata)
+        size = write_tensors(folder, args.progress.counted(in_bf16(), len(saved.names()), "tensors"), metadata)
     return f"{args.output}: iteration {saved.info['iteration']}, {size:,} bytes"
-
-
-def _in_bf16(values: Values) -> Iterator[tuple[str, Tensor]]:
-    for name, x in values.items():
-        rounded = x.bfloat16()
-        check_finite(name, rounded)
-        yield name, rounded
 
 
 def import_hf(args: argparse.Namespace) -> str:
@@ -183,17 +167,14 @@ def inspect(args: argparse.Namespace) -> str:
     elements, size = 0, 0
     for name in args.progress.counted(saved.names(), len(saved.names()), "tensors"):
         dtype, shape, scales = saved.format(name)
+        weight = saved.weight(name) if scales else None
+        scale = f"{weight.scale_inv.item():g}" if isinstance(weight, ScalingTensor) else f"{scales} scales" if scales else "-"
         lines.append(
             f"{name:<56}{' x '.join(map(str, shape)):<20}{str(dtype).removeprefix('torch.'):<16}{shape.numel() * dtype.itemsize:>14,}  "
-            + (_scale(saved.weight(name), scales) if scales else "-")
+            + scale
         )
         elements, size = elements + shape.numel(), size + shape.numel() * dtype.itemsize
     return "\n".join([*lines, "", f"{len(saved.names())} tensors, {elements:,} parameters, {size:,} bytes of weights"])
-
-
-def _scale(weight: Tensor, pieces: int) -> str:
-    """Return the scale that the saved pieces of a weight share, or the number of scales."""
-    return f"{weight.scale_inv.item():g}" if isinstance(weight, ScalingTensor) else f"{pieces} scales"
 
 
 def _parser() -> argparse.ArgumentParser:

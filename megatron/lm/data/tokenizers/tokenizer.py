@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import abc
 import base64
-import contextlib
 import importlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ import numpy as np
 
 from megatron.lm.config import DataConfig
 from megatron.lm.config.rules.data import strange_settings
+from megatron.lm.shell.exit_codes import one_line
 
 MOST_TOKENS = 2**31  # ids are int32, also on disk
 END_OF_TEXT = "<|endoftext|>"
@@ -304,17 +304,6 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
     if tokenizer.vocab_size > MOST_TOKENS:
         raise ValueError(f"the largest id of {data.tokenizer_type} is {tokenizer.vocab_size - 1}: ids must be less than 2^31")
     return tokenizer
-
-
-@contextlib.contextmanager
-def one_line(message: str) -> Iterator[None]:
-    """Convert errors of a library that reads a file to a ValueError, also a panic of a Rust library, which is not an Exception."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:
-        raise ValueError(f"{message}: {error}") from None
 
 
 def _library(name: str, kind: str) -> Any:

@@ -17,7 +17,7 @@ With one scale, Hugging Face's parts of our tensor (query, key and value, or gat
 largest of their scales and requantizes those with another one. With equal scales no bit changes. Blocks do not cross from part to part.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Literal, get_args
 
 import torch
@@ -115,7 +115,7 @@ def routers(rules: Iterable[Rule]) -> list[str]:
 
 def fp8_tensors(
     rules: list[Rule],
-    values: Mapping[str, Tensor],
+    values: Callable[[str], Tensor],
     weight: Callable[[str], Tensor],
     in_bf16: Collection[str] = (),
     layout: FP8Layout = "tensor",
@@ -125,7 +125,7 @@ def fp8_tensors(
     Args:
         in_bf16: Hugging Face's names of weights that stay in BF16.
         rules: of the model.
-        values: our tensors in FP32, from the best available copy.
+        values: name -> our tensor in FP32, from the best available copy.
         weight: name -> the weight as it was saved. One that is FP8 E4M3 with one scale is copied bit for bit; any other is quantized from
             `values`, with the largest power of two that fits or, for blocks, with amax / 448.
         layout: blocks require weights that `check_blocks` accepts.
@@ -135,7 +135,7 @@ def fp8_tensors(
     """
     for rule in rules:
         if not _is_fp8(rule, in_bf16):
-            yield from zip(rule.theirs, rule.split(unpadded(rule, values[rule.ours]).bfloat16()), strict=True)
+            yield from zip(rule.theirs, rule.split(unpadded(rule, values(rule.ours)).bfloat16()), strict=True)
             continue
         saved = weight(rule.ours)
         parts = _with_one_scale(rule, values, saved) if layout == "tensor" else _with_blocks(rule, values, saved, layout == "block")
@@ -151,22 +151,22 @@ def _is_e4m3(saved: Tensor) -> bool:
     return isinstance(saved, ScalingTensor) and saved.format == E4M3
 
 
-def _with_one_scale(rule: Rule, values: Mapping[str, Tensor], saved: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _with_one_scale(rule: Rule, values: Callable[[str], Tensor], saved: Tensor) -> list[tuple[Tensor, Tensor]]:
     """(E4M3 payload, FP32 scale_inv [1]) of each of their parts; all have the same scale."""
-    whole = saved if _is_e4m3(saved) else ScalingTensor.quantize(values[rule.ours], E4M3)
+    whole = saved if _is_e4m3(saved) else ScalingTensor.quantize(values(rule.ours), E4M3)
     assert isinstance(whole, ScalingTensor)
     # As bytes: a CPU lacks some of the operations on FP8.
     parts = rule.split(unpadded(rule, whole.payload.view(torch.uint8)))
     return [(part.view(torch.float8_e4m3fn), whole.scale_inv.detach().reshape(1).clone()) for part in parts]
 
 
-def _with_blocks(rule: Rule, values: Mapping[str, Tensor], saved: Tensor, in_bf16: bool) -> list[tuple[Tensor, Tensor]]:
+def _with_blocks(rule: Rule, values: Callable[[str], Tensor], saved: Tensor, in_bf16: bool) -> list[tuple[Tensor, Tensor]]:
     """(E4M3 payload, FP32 scale_inv of its 128 x 128 blocks) of each of their parts; `in_bf16`: scales that BF16 holds."""
     if _is_e4m3(saved):
         parts = _with_one_scale(rule, values, saved)
         return [(payload, scale_inv.expand(_BLOCK.scales_shape(payload.shape)).contiguous()) for payload, scale_inv in parts]
     blocks = []
-    for part in rule.split(unpadded(rule, values[rule.ours])):
+    for part in rule.split(unpadded(rule, values(rule.ours))):
         payload, scale_inv = quantize_blocks(part, _BLOCK, E4M3, "fp32")
         if in_bf16:
             scale_inv = ((scale_inv.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)  # up, so that nothing saturates

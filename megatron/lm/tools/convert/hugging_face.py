@@ -93,10 +93,10 @@ def hf_rules(model: ModelConfig, vocab_size: int, names: list[str]) -> list[Rule
     return rules
 
 
-def hf_tensors(rules: list[Rule], weights: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield Hugging Face's tensors by name in `dtype`; reads one tensor of `weights` (ours, with the vocabulary padded) at a time."""
+def hf_tensors(rules: list[Rule], weights: Callable[[str], Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield Hugging Face's tensors by name in `dtype`; `weights` returns ours, with the vocabulary padded."""
     for rule in rules:
-        x = unpadded(rule, weights[rule.ours]).to(dtype)
+        x = unpadded(rule, weights(rule.ours)).to(dtype)
         check_finite(rule.ours, x)
         yield from zip(rule.theirs, rule.split(x), strict=True)
 
@@ -158,7 +158,12 @@ def from_hf(
         if name in weights:
             weights[name] = _padded(weights[name], vocab_size, config.padded_vocab_size(vocab_size))
     precision = "bf16" if all(x.dtype == torch.bfloat16 for x in weights.values()) else "fp32"
-    return replace(config, model=_shortest(config.model), precision=PrecisionConfig(precision=precision)), vocab_size, _joined(weights)
+    model = config.model
+    for name, value in (("ffn_hidden_size", "ffn_size"), ("kv_channels", "head_size"), ("moe_ffn_hidden_size", "expert_size")):
+        derived = replace(model, **{name: None})  # type: ignore[arg-type]
+        if getattr(derived, value) == getattr(model, value):  # a setting that equals its derived value is left out of the flags
+            model = derived
+    return replace(config, model=model, precision=PrecisionConfig(precision=precision)), vocab_size, _joined(weights)
 
 
 def _kind(hf_config: Mapping[str, Any]) -> Architecture:
@@ -273,15 +278,6 @@ def _joined(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         elif whole not in joined:
             joined[whole] = torch.stack([weights.pop(one) for one in of_matrix[whole]])
     return joined
-
-
-def _shortest(model: ModelConfig) -> ModelConfig:
-    """Return `model` without settings that equal their derived value, which a user would leave out of the flags."""
-    for name, value in (("ffn_hidden_size", "ffn_size"), ("kv_channels", "head_size"), ("moe_ffn_hidden_size", "expert_size")):
-        without = replace(model, **{name: None})  # type: ignore[arg-type]
-        if getattr(without, value) == getattr(model, value):
-            model = without
-    return model
 
 
 def _our_tensors(kind: Architecture, model: ModelConfig, rows: int, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:

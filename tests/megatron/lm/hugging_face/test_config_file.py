@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from megatron.lm.hugging_face.config_file import Refused, one_line, read_config, refuse_code
+from megatron.lm.hugging_face.config_file import read_config, refuse_code
+from megatron.lm.shell.exit_codes import Refused, one_line
 
 pytest.importorskip("transformers")
 LLAMA = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}

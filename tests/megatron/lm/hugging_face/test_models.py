@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from helpers import hf_models, post_runs, tiny
 from helpers.choices import every_value
 from megatron.lm.hugging_face.folder import write_json, write_tensors
-from megatron.lm.hugging_face.models import check_vocabulary, load_model
-from megatron.lm.hugging_face.tokenizer import load_tokenizer
+from megatron.lm.hugging_face.models import check_vocabulary, load_model, load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 CAUSAL = "AutoModelForCausalLM"

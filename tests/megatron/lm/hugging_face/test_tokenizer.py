@@ -5,7 +5,7 @@ import json
 import pytest
 
 from helpers import post_runs
-from megatron.lm.hugging_face.tokenizer import load_tokenizer
+from megatron.lm.hugging_face.models import load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 

@@ -92,7 +92,7 @@ def test_bf16_is_the_default_and_refusals_write_nothing(known, tmp_path, capsys)
         (("export-fp8", "--load", "here"), "use to-hf"),
         (("to-hf", "--load", "here", "--vocab-file", "x"), "add --tokenizer-type"),
         (("to-hf", "--load", "here", "--tokenizer-type", "HuggingFaceTokenizer"), "--tokenizer-model is missing"),
-        (("from-hf", "--load", tmp_path), "config.json does not exist"),
+        (("from-hf", "--load", tmp_path), "config.json cannot be read"),
         (("from-hf", "--load", out, "--make-vocab-size-divisible-by", "0"), "--make-vocab-size-divisible-by 0: give a number"),
     ):
         assert run(*words, "--output", other) == 2

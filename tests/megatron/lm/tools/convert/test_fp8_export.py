@@ -28,7 +28,7 @@ def exported(name, saved=None):
     settings = config(name)
     weights = random_weights(settings)
     rules = hf_rules(settings.model, VOCABULARY, list(weights))
-    return settings, weights, dict(fp8_tensors(rules, weights, lambda key: saved(weights[key]) if saved else weights[key]))
+    return settings, weights, dict(fp8_tensors(rules, weights.__getitem__, lambda key: saved(weights[key]) if saved else weights[key]))
 
 
 @pytest.mark.parametrize("name", [name if i % 3 == 0 else pytest.param(name, marks=pytest.mark.nightly) for i, name in enumerate(KINDS)])
@@ -125,7 +125,7 @@ def test_transformers_computes_with_the_values_of_blocks(name, layout, tmp_path)
     weights = separate(whole)
     rules = hf_rules(settings.model, VOCABULARY, list(weights))
     check_blocks(rules, ())
-    theirs = dict(fp8_tensors(rules, weights, weights.__getitem__, (), layout))
+    theirs = dict(fp8_tensors(rules, weights.__getitem__, weights.__getitem__, (), layout))
     suffix = "_scale_inv" if layout == "deepseek" else "_scale"
     kept = {key for key in theirs if f"{key}{suffix}" in theirs}
     assert kept == {name for rule in rules if rule.linear for name in rule.theirs}
