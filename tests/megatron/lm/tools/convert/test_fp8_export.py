@@ -158,14 +158,14 @@ def test_the_scales_of_blocks_survive_a_reader_that_loads_them_in_bf16():
     settings = config("llama", **WIDE)
     weights = separate(random_weights(settings))
     rules = hf_rules(settings, VOCABULARY, list(weights))
-    theirs = dict(fp8_tensors(rules, weights, weights.__getitem__, (), "block"))
+    theirs = dict(fp8_tensors(rules, weights.__getitem__, weights.__getitem__, (), "block"))
     scales = {key: x for key, x in theirs.items() if key.endswith("_scale")}
     assert scales
     for key, x in scales.items():
         assert x.bfloat16().float().equal(x), key
         weight = theirs[key.removesuffix("_scale")]
         assert weight.float().abs().amax() == 448
-        exact = dict(fp8_tensors(rules, weights, weights.__getitem__, (), "deepseek"))[f"{key}_inv"]
+        exact = dict(fp8_tensors(rules, weights.__getitem__, weights.__getitem__, (), "deepseek"))[f"{key}_inv"]
         assert (x >= exact).all()
         assert (x <= exact * (1 + 2**-7)).all()
 
