@@ -157,7 +157,7 @@ def test_transformers_computes_with_the_values_of_blocks(name, layout, tmp_path)
 def test_the_scales_of_blocks_survive_a_reader_that_loads_them_in_bf16():
     settings = config("llama", **WIDE)
     weights = separate(random_weights(settings))
-    rules = hf_rules(settings, VOCABULARY, list(weights))
+    rules = hf_rules(settings.model, VOCABULARY, list(weights))
     theirs = dict(fp8_tensors(rules, weights.__getitem__, weights.__getitem__, (), "block"))
     scales = {key: x for key, x in theirs.items() if key.endswith("_scale")}
     assert scales
