@@ -33,6 +33,7 @@ from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.checkpoint.foreign import write_torch_dist
 from megatron.lm.checkpoint.megatron_content import MegatronContent
 from megatron.lm.processes.agreement import all_or_none
+from megatron.lm.shell.files import full_disk
 from megatron.lm.training.run_record import health_problem
 from megatron.lm.training.state import Training
 
@@ -85,10 +86,13 @@ class Snapshot:
 
         def write() -> dict[str, Any]:
             meeting = (group or dist.group.WORLD) if ranks > 1 else None
-            if self.foreign is None:
-                storage.write(partial, self.items, meeting)
-            else:
-                write_torch_dist.write(partial, self.items, self.foreign.common, self.foreign.objects, meeting)
+            try:
+                if self.foreign is None:
+                    storage.write(partial, self.items, meeting)
+                else:
+                    write_torch_dist.write(partial, self.items, self.foreign.common, self.foreign.objects, meeting)
+            except (OSError, RuntimeError, ValueError) as error:
+                raise ValueError(full_disk(error, partial) or str(error)) from None
             # Read back from disk, so that only readable files are published.
             beside = (PLAN_FILE,) if self.foreign is None else write_torch_dist.FILES
             return digest_entries([*partial.glob(f"__{rank}_*"), *(partial / name for name in beside if rank == 0)])

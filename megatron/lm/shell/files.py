@@ -121,6 +121,19 @@ def own_folder(path: Path) -> None:
     not_a_link(path).mkdir(parents=True, exist_ok=True)
 
 
+def full_disk(error: Exception, folder: Path) -> str | None:
+    """Return a line with the bytes that `folder` requires at least if `error` means that its disk is full, else None.
+
+    Python reports it as an OSError, safetensors in a text, and torch's writer of zip files as a position that it did not expect.
+    """
+    free = shutil.disk_usage(folder).free if folder.exists() else 0
+    torchs = isinstance(error, RuntimeError) and ("unexpected pos" in str(error) or "PytorchStreamWriter" in str(error)) and free < 2**24
+    if not torchs and getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT) and "No space left" not in str(error):
+        return None
+    used = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return f"it requires more than {used + free:,} bytes: No space left on device"
+
+
 @contextlib.contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `output` when the block succeeds, and is removed when it fails.
@@ -147,6 +160,11 @@ def new_folder(output: Path) -> Iterator[Path]:
                 yield partial
                 (partial / _LOCK).unlink()
                 partial.rename(output)
+            except Exception as error:
+                full = full_disk(error, partial)
+                if full is None:
+                    raise
+                raise OSError(full) from None
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
                 for folder in new_parents:

@@ -1,7 +1,9 @@
 """Files and folders: whole or not there, no write through a link, no wait on a pipe, and text that is read or refused by name."""
 
+import errno
 import multiprocessing
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,33 @@ def test_text_is_read_or_refused_by_name(tmp_path: Path):
     for name in ("bytes", "pipe", "none", "x" * 300):
         with pytest.raises(ValueError, match=name):
             read_input(tmp_path / name, "a log")
+
+
+TORCHS = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+
+@pytest.mark.parametrize(
+    ("error", "free", "full"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 0, True),
+        (ValueError("I/O error: No space left on device (os error 28)"), 0, True),
+        (TORCHS, 100, True),
+        (TORCHS, 2**30, False),
+        (PermissionError(13, "Permission denied"), 0, False),
+    ],
+    ids=["Python", "safetensors", "torch", "torch, with space", "permission"],
+)
+def test_a_full_disk_is_one_line_with_path_and_bytes_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, free: int, full: bool
+):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(0, 0, free))
+
+    def write() -> None:
+        with new_folder(tmp_path / "o") as partial:
+            (partial / "written").write_bytes(bytes(1000))
+            raise error
+
+    with pytest.raises(ValueError if full or isinstance(error, OSError) else type(error)) as raised:
+        write()
+    assert (f"cannot write {tmp_path / 'o'} (it requires more than {1000 + free:,} bytes" in str(raised.value)) == full
+    assert list(tmp_path.iterdir()) == []
