@@ -144,6 +144,8 @@ def _fp8_experts(layer: Experts, x: torch.Tensor, probs: torch.Tensor, experts: 
     record = torch.is_grad_enabled()
     x_slot, grad_fc1 = fc1.scaling.slots(record)
     activated, grad_fc2 = fc2.scaling.slots(record)
+    if record:
+        fc1_operands, fc2_operands = (w._replace(tallies=of.scaling.tallies) for w, of in ((fc1_operands, fc1), (fc2_operands, fc2)))
     slots = x_slot, activated, grad_fc1, grad_fc2
     settings = ExpertSettings(fc1.scaling.gemm, fc1_operands, fc2_operands, *slots, layer.ranks, layer.recompute_fc1)
     return ExpertsFunction.apply(activation(x), probs, experts, fc1_weight, fc2_weight, settings)

@@ -23,8 +23,7 @@ ranks, tokens and grad_output are gathered after their cast, and the sums of the
 Next: `msamp.kernels.triton.grouped_mm` explains the GEMMs and `msamp.kernels.reference.group_tokens` the order of the rows.
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +35,7 @@ from msamp.nn.cast_scales import CastScales
 from msamp.nn.differentiable_once import differentiable_once
 from msamp.nn.expert_ranks import ExpertRanks
 from msamp.nn.gemm import cast_operand
+from msamp.numerics.accumulation import tally_grouped_
 from msamp.numerics.recipe import Cast, Gemms
 
 
@@ -46,11 +46,13 @@ class ExpertWeights(NamedTuple):
         rows: FP8 [E, N, K].
         columns: FP8 [E, K, N], for grad_input.
         scale_inv: FP32 [E].
+        tallies: by product, where to compare its sums with exact ones (`LinearScaling.sums`); None: nowhere.
     """
 
     rows: torch.Tensor
     columns: torch.Tensor
     scale_inv: torch.Tensor
+    tallies: Mapping[str, tuple[torch.Tensor, ...]] | None = None
 
 
 class ExpertSettings(NamedTuple):
@@ -100,7 +102,7 @@ class ExpertSettings(NamedTuple):
     def fc1_output(self, x8: torch.Tensor, scale_inv: torch.Tensor, groups: "ExpertGroups", top_k: int, dtype: torch.dtype) -> torch.Tensor:
         """Return FC1's output [R, 2F] from the codes of the tokens."""
         rows, _ = ops.permute(x8, groups.source, top_k, row=True, end=groups.end)
-        return groups.product(rows, self.fc1.rows, scale_inv, self.fc1.scale_inv, dtype, fast=self.gemm.output.fast)
+        return groups.output(rows, self.fc1, scale_inv, dtype, fast=self.gemm.output.fast)
 
 
 class ExpertGroups(NamedTuple):
@@ -116,11 +118,19 @@ class ExpertGroups(NamedTuple):
         """The end of the last expert's rows, int32 [1]. Rows from there on are room for another load: no kernel computes them."""
         return self.offsets[-1:]
 
-    def product(
-        self, x: torch.Tensor, w: torch.Tensor, x_scale_inv: torch.Tensor, w_scale_inv: torch.Tensor, dtype: torch.dtype, *, fast: bool
-    ) -> torch.Tensor:
-        """Return the product of every expert, of its rows of `x` with its matrix of `w`."""
-        return ops.grouped_mm(x, w, self.offsets, x_scale_inv, w_scale_inv, dtype, fast_accum=fast, tiles=self.tiles)
+    def output(self, x: torch.Tensor, w: ExpertWeights, scale_inv: torch.Tensor, dtype: torch.dtype, *, fast: bool) -> torch.Tensor:
+        """Return `x W^T` of every expert, of its rows of `x`."""
+        y = ops.grouped_mm(x, w.rows, self.offsets, scale_inv, w.scale_inv, dtype, fast_accum=fast, tiles=self.tiles)
+        if w.tallies is not None:
+            tally_grouped_(w.tallies["output"], y, x, w.rows, self.offsets, scale_inv * w.scale_inv)
+        return y
+
+    def grad_input(self, g: torch.Tensor, w: ExpertWeights, scale_inv: torch.Tensor, dtype: torch.dtype, *, fast: bool) -> torch.Tensor:
+        """Return `g W` of every expert, of its rows of `g`."""
+        grad = ops.grouped_mm(g, w.columns, self.offsets, scale_inv, w.scale_inv, dtype, fast_accum=fast, tiles=self.tiles)
+        if w.tallies is not None:
+            tally_grouped_(w.tallies["grad_input"], grad, g, w.columns, self.offsets, scale_inv * w.scale_inv)
+        return grad
 
     @classmethod
     def of(cls, experts: torch.Tensor, count: int) -> "ExpertGroups":
@@ -180,8 +190,7 @@ class ExpertsFunction(torch.autograd.Function):
         a8, a_scale_inv = ops.expert_swiglu(y, weights, slot.scale, slot.amax, gemm.input.format.dtype, end=end)
         if slot.watch is not None:
             slot.watch(ops.expert_swiglu(y, weights, None, None, torch.float32)[0], a8, a_scale_inv)
-        w, scale_inv = settings.fc2.rows, settings.fc2.scale_inv
-        partial = ops.unpermute(groups.product(a8, w, a_scale_inv, scale_inv, x.dtype, fast=gemm.output.fast), groups.places)
+        partial = ops.unpermute(groups.output(a8, settings.fc2, a_scale_inv, x.dtype, fast=gemm.output.fast), groups.places)
         out = settings.start_sum(partial, gemm.input, "expert output reduce-scatter")()
         ctx.save_for_backward(x8, x_scale_inv, None if settings.recompute else y, weights, a_scale_inv, *groups)
         ctx.settings, ctx.weight_dtypes, ctx.top_k, ctx.dtype = settings, (fc1_weight.dtype, fc2_weight.dtype), top_k, x.dtype
@@ -198,8 +207,8 @@ class ExpertsFunction(torch.autograd.Function):
             grad_output.contiguous(), settings.grad_fc2, gemm.grad_output, "expert grad_output all-gather"
         )
         rows, rows_t = ops.permute(gathered(), groups.source, ctx.top_k, row=True, col=True, end=groups.end)
-        fast, offsets = gemm.grad_input.fast, groups.offsets
-        grad_a = groups.product(rows, settings.fc2.columns, g_scale_inv, settings.fc2.scale_inv, dtype, fast=fast)
+        fast = gemm.grad_input.fast
+        grad_a = groups.grad_input(rows, settings.fc2, g_scale_inv, dtype, fast=fast)
         del rows
         y = settings.fc1_output(x8, x_scale_inv, groups, ctx.top_k, ctx.dtype) if y is None else y
         slot, cast = settings.grad_fc1, gemm.grad_output.format.dtype
@@ -209,22 +218,28 @@ class ExpertsFunction(torch.autograd.Function):
         )  # fmt: skip
         if slot.watch is not None:
             slot.watch(expert_swiglu_gradient(grad_a, y, weights), grad_y, y_scale_inv)
-        grad_weights = functools.partial(ops.grouped_mm_grad_weight, fast_accum=gemm.grad_weight.fast, aligned=True)
+
+        def grad_weight(
+            g_t: torch.Tensor, x_t: torch.Tensor, w: ExpertWeights, g: torch.Tensor, x: torch.Tensor, dtype: torch.dtype
+        ) -> torch.Tensor:
+            grad = ops.grouped_mm_grad_weight(g_t, x_t, groups.offsets, g, x, dtype, fast_accum=gemm.grad_weight.fast, aligned=True)
+            if w.tallies is not None:
+                tally_grouped_(w.tallies["grad_weight"], grad, g_t, x_t, groups.offsets, g * x)
+            return grad
+
         grad_probs = grad_fc1 = grad_fc2 = sums = None
         if needs_fc2:
-            grad_fc2 = grad_weights(rows_t, a_t, offsets, g_scale_inv, a_scale_inv, ctx.weight_dtypes[1])
+            grad_fc2 = grad_weight(rows_t, a_t, settings.fc2, g_scale_inv, a_scale_inv, ctx.weight_dtypes[1])
         del rows_t, a_t, grad_a, y
         if needs_probs:
             per_row = torch.cat([parts.sum(0), parts.new_zeros(1)])  # -1, an expert of another rank, reads the zero
             grad_probs = per_row[groups.places]
         if needs_x:
-            partial = ops.unpermute(
-                groups.product(grad_y, settings.fc1.columns, y_scale_inv, settings.fc1.scale_inv, dtype, fast=fast), groups.places
-            )
+            partial = ops.unpermute(groups.grad_input(grad_y, settings.fc1, y_scale_inv, dtype, fast=fast), groups.places)
             # It travels while grad_weight is computed.
             sums = settings.start_sum(partial, gemm.grad_output, "expert grad_input reduce-scatter")
         del grad_y
         if needs_fc1:
             _, x_t = ops.permute(x8, groups.source, ctx.top_k, col=True, end=groups.end)
-            grad_fc1 = grad_weights(grad_y_t, x_t, offsets, y_scale_inv, x_scale_inv, ctx.weight_dtypes[0])
+            grad_fc1 = grad_weight(grad_y_t, x_t, settings.fc1, y_scale_inv, x_scale_inv, ctx.weight_dtypes[0])
         return None if sums is None else sums(), grad_probs, None, grad_fc1, grad_fc2, None

@@ -99,7 +99,41 @@ def tally_product_(
     m, n = (slice(None, None, max(1, math.ceil(size / most))) for size, most in zip(got.shape, SAMPLE, strict=True))
     want = (a[m].double() @ b[n].double().t()) * scale_inv.double()
     summed = got[m, n].double() if bias is None else got[m, n].double() - bias[n].double()
-    row = compared(summed, want)
+    _add(tallies, compared(summed, want))
+
+
+@torch.no_grad()
+def tally_grouped_(
+    tallies: Iterable[torch.Tensor], got: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, scale_inv: torch.Tensor
+) -> None:
+    """As `tally_product_`, of `ops.grouped_mm` or `ops.grouped_mm_grad_weight`; of weight gradients for the expert with most rows.
+
+    Args:
+        tallies: as there.
+        got: [R, N] the outputs or input gradients; [E, N, K] the gradients of weights.
+        a, b: FP8 [R, K] and [E, N, K]; for gradients of weights [N, R] and [K, R].
+        offsets: int32 [E], the ends of the experts' rows.
+        scale_inv: the factor of the product, FP32 [E]; for gradients of weights 0-dim.
+    """
+    counts, device = offsets.diff(prepend=offsets.new_zeros(1)), got.device
+    step = max(1, math.ceil(got.shape[-1] / SAMPLE[1]))
+    if got.ndim == 2:
+        rows = (torch.arange(SAMPLE[0], device=device) * offsets[-1]).div(SAMPLE[0], rounding_mode="floor")
+        expert = torch.searchsorted(offsets, rows, right=True).clamp(max=len(offsets) - 1)
+        right = b[:, ::step].view(torch.uint8)[expert].view(b.dtype).double()
+        want = (right @ a.view(torch.uint8)[rows].view(a.dtype).double()[..., None])[..., 0] * scale_inv[expert].double()[:, None]
+        got = got[rows, ::step]
+    else:
+        e = counts.argmax()
+        row = torch.arange(a.shape[1], device=device)
+        inside = (row < offsets[e]) & (row >= offsets[e] - counts[e])
+        n = slice(None, None, max(1, math.ceil(got.shape[1] / SAMPLE[0])))
+        left, right = (torch.where(inside, x.float(), 0.0).double() for x in (a[n], b[::step]))
+        want, got = left @ right.t() * scale_inv.double(), got[:, n, ::step].index_select(0, e[None])[0]
+    _add(tallies, torch.where(counts.sum() > 0, compared(got.double(), want), 0.0))  # without rows nothing was computed
+
+
+def _add(tallies: Iterable[torch.Tensor], row: torch.Tensor) -> None:
     for tally in tallies:
         tally += row
 

@@ -8,7 +8,7 @@ import torch
 
 from helpers.fp8_sums import CASES, E4M3, E5M2, FILE, ROWS, SCALE_INVS, defined, digest, operands, summed, values
 from msamp.kernels import ops
-from msamp.numerics.accumulation import accumulating, judge_sums, product, tally_product_
+from msamp.numerics.accumulation import accumulating, judge_sums, product, tally_grouped_, tally_product_
 
 ONE = torch.ones(())
 
@@ -118,6 +118,26 @@ def test_a_sample_of_a_product_shows_how_its_sums_shrink(case, accumulation, slo
     got, sqnr = judge_sums(tally.tolist())
     assert got == pytest.approx(slope, abs=1e-3)
     assert (sqnr > 60) == (accumulation == "full" or case == 8)
+
+
+@pytest.mark.parametrize(("fast", "slope"), [(True, 0.9315), (False, 0.9995)])
+def test_a_sample_of_grouped_products_shows_how_their_sums_shrink(fast, slope):
+    """4,096 products of equal signs, by the second of three experts; the first has no rows, the last rows of other sums."""
+    a, b = operands(CASES[7])
+    (rows, k), ends = a.shape, torch.tensor([0, len(a), len(a) + 16], dtype=torch.int32)
+    a, weights = torch.cat([a, a[:16]]), torch.stack([b, b, b])
+    scale_inv, factors = torch.tensor(0.5), torch.tensor([1.0, 2.0, 4.0])
+    tokens = torch.tensor([0, k, k + 16], dtype=torch.int32)
+    a_t, b_t = (torch.cat([x, x[:, :16]], 1) for x in (a[:rows], b))
+    with accumulating("hopper"):
+        outputs = ops.grouped_mm(a, weights, ends, scale_inv, factors, torch.float32, fast_accum=fast)
+        gradients = ops.grouped_mm_grad_weight(a_t, b_t, tokens, scale_inv, factors[1], torch.float32, fast_accum=fast)
+    tallies = torch.zeros(2, 3, dtype=torch.float64)
+    tally_grouped_(tallies[:1], outputs, a, weights, ends, scale_inv * factors)
+    tally_grouped_(tallies[1:], gradients, a_t, b_t, tokens, scale_inv * factors[1])
+    assert [judge_sums(tally)[0] for tally in tallies.tolist()] == pytest.approx([slope, slope], abs=1e-3)
+    tally_grouped_(tallies, outputs, a, weights, torch.zeros_like(ends), scale_inv * factors)  # no rows: nothing is counted
+    assert [judge_sums(tally)[0] for tally in tallies.tolist()] == pytest.approx([slope, slope], abs=1e-3)
 
 
 @pytest.mark.gpu

@@ -64,9 +64,10 @@ class Recorder:
     attention; `grad`, a gradient as sent compared with backward's; `grad_reduced`, the average compared with the FP32 sum; `master`, `m`
     and `v` as stored, compared with the update's FP32 result; `weight`, if it is cast from a master, compared with the master.
 
-    Columns of `sums`: some elements of the products `output`, `grad_input` and `grad_weight` of a linear layer with one scale per tensor,
-    and of FP8 attention's output, compared with their exact sums from the same codes (`msamp.numerics.accumulation`): the slope, below 1
-    where the tensor cores' sums shrink, and SQNR in dB. The first slope below 0.99 is printed as a warning.
+    Columns of `sums`: some elements of the products `output`, `grad_input` and `grad_weight` of a linear layer with one scale per tensor
+    or of a layer's experts, and of FP8 attention's output, compared with their exact sums from the same codes
+    (`msamp.numerics.accumulation`): the slope, below 1 where the tensor cores' sums shrink, and SQNR in dB. The first slope below 0.99 is
+    printed as a warning.
 
     Columns of `casts`: amax of the values before the cast; underflow, the fraction of non-zero values that became zero; saturation, the
     fraction at the format's maximum; SQNR in dB; the exponent of the scale, base 2. Columns of `updates`: norms of the parameter after the
@@ -106,8 +107,7 @@ class Recorder:
         device = next(iter(self.names)).device
         # Static memory, which graphs write.
         self._table = torch.zeros(sum(len(rows) for *_, rows in self.watched), len(TALLY), dtype=torch.float64, device=device)
-        self._summed: list[tuple[str, TensorScales, Sequence[str]]] = [(name, layer.scaling, PRODUCTS) for name, layer in self.layers]
-        self._summed += [(name, scales, PRODUCTS[:1]) for name, scales, _ in self.watched if isinstance(scales, AttentionScaling)]
+        self._summed = [(name, scales, PRODUCTS[: 1 if isinstance(scales, AttentionScaling) else None]) for name, scales, _ in self.watched]
         self._sums = torch.zeros(len(self._summed), len(PRODUCTS), len(accumulation.SUMS), dtype=torch.float64, device=device)
         self._one = torch.ones((), device=device)
         self._warned = False

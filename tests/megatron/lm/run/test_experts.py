@@ -59,7 +59,10 @@ def test_fp8_experts_learn_as_bf16_ones_and_resume_bit_for_bit(tmp_path: Path, l
     whole = tiny.losses(tiny.run(replace(run, logging=replace(run.logging, **record), checkpoint=replace(run.checkpoint, save=None))))
     plain = tiny.losses(tiny.run(settings(tmp_path, **changes)))
     assert whole == pytest.approx(plain, abs=0.03)
-    casts = json.loads((tmp_path / "record.jsonl").read_text().splitlines()[-1])["casts"]
+    row = json.loads((tmp_path / "record.jsonl").read_text().splitlines()[-1])
+    casts, sums = row["casts"], row["sums"]["decoder.layers.1.mlp.experts.fc2_weight"]
+    assert sums.keys() == {"output", "grad_input", "grad_weight"}
+    assert all(0.999 < slope < 1.001 and sqnr > 40 for slope, sqnr in sums.values())
     assert casts["decoder.layers.1.mlp.experts.fc2_weight"].keys() == {"input", "grad_output"}
     assert casts["decoder.layers.1.mlp.experts.fc2_weight.3"].keys() >= {"grad"}
     first = tiny.losses(tiny.run(replace(run, training=replace(run.training, exit_interval=6))))
