@@ -12,6 +12,7 @@ rng/NUMBER/...                states of a rank's random generators
 import datetime
 from collections.abc import Collection, Iterator, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from megatron.lm.processes.grid import Grid, Ranks
 from megatron.lm.training.state import Training
 from msamp.optim.states import Stored, as_stored, group_numbers, payload, scale_inv, weight_format
 from msamp.optim.updates import MASTER, WEIGHT, remainders, update_of
+
+FIRST_TOKEN_APART = "first token apart"  # how FP8 attention computes (`msamp.nn.fp8_attention`), as checkpoints name it
+LONG = 4096  # tokens from which FP8 attention without it shrank its output noticeably
 
 
 def at(key: str, offset: Sequence[int]) -> str:
@@ -50,6 +54,7 @@ def description(config: Config, vocab_size: int, processes: int) -> dict[str, An
         "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "processes": processes,
         "config": config_to_dict(config),
+        "fp8_attention": FIRST_TOKEN_APART,
         "vocab_size": vocab_size,
         "loss_scale": None,
         **dict.fromkeys(("iteration", "consumed_samples", "passed_over", "skipped_steps", "grad_sync_steps", "schedule_steps"), 0),
@@ -167,6 +172,24 @@ def _scalars(prefix: str, where: Sequence[Place], x: Tensor, rows: slice | None)
 def _rng_items(grid: Grid) -> Iterator[Item]:
     for name, value in rng.state().items():
         yield Item.whole(f"rng/{rng.own_number(grid)}/{name}", value)
+
+
+def shrinking_attention(info: dict[str, Any], folder: Path) -> str | None:
+    """Return a line about a checkpoint whose FP8 attention shrank its output with the length of the sequence; None for any other.
+
+    Args:
+        info: contents of its `checkpoint.json`.
+        folder: that contains it.
+    """
+    config = info["config"]
+    precision, tokens = config.get("precision", {}).get("attention_precision"), config.get("model", {}).get("seq_length") or 0
+    if precision != "fp8" or tokens < LONG or info.get("fp8_attention") == FIRST_TOKEN_APART:
+        return None
+    return (
+        f"warning: {folder} was trained on {tokens} tokens with an FP8 attention whose output was too small for long sequences (7 % at 8,192 "
+        "tokens where values have a mean of half their deviation); today's keeps its size. To see whether the weights depend on it, compare "
+        f"the validation loss of --load {folder} --attention-precision bf16"
+    )
 
 
 def print_changes(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.lm.checkpoint import rng
-from megatron.lm.checkpoint.content import at, print_changes
+from megatron.lm.checkpoint.content import at, print_changes, shrinking_attention
 from megatron.lm.checkpoint.files import non_persistent
 from megatron.lm.checkpoint.files.folder import INFO_FILE, check_files, first_complete, no_checkpoint, read_info
 from megatron.lm.checkpoint.files.storage import Stored
@@ -149,6 +149,8 @@ def load(training: Training) -> None:
     if not settings.finetune:
         if dist.get_rank() == 0:
             then, now = saved.config, training.config
+            if (warning := shrinking_attention(saved.info, saved.folder)) is not None:
+                print(warning, flush=True)
             print_changes(saved.info, (then.parallel, now.parallel), (then.precision, now.precision), taken.requantised)
         if dist.get_rank() == 0 and not taken.with_states and not settings.no_load_optim and saved.info["iteration"]:
             print(f"{saved.folder} was saved with --no-save-optim: the optimizer's state is initialized", flush=True)
