@@ -186,9 +186,9 @@ def shrinking_attention(info: dict[str, Any], folder: Path) -> str | None:
     if precision != "fp8" or tokens < LONG or info.get("fp8_attention") == FIRST_TOKEN_APART:
         return None
     return (
-        f"warning: {folder} was trained on {tokens} tokens with an FP8 attention whose output was too small for long sequences (7 % at 8,192 "
-        "tokens where values have a mean of half their deviation); today's keeps its size. To see whether the weights depend on it, compare "
-        f"the validation loss of --load {folder} --attention-precision bf16"
+        f"warning: {folder} was trained on {tokens} tokens with an FP8 attention whose output was too small for long "
+        "sequences (7 % at 8,192 tokens where values have a mean of half their deviation); today's keeps its size. To see whether the "
+        f"weights depend on it, compare the validation loss of --load {folder} --attention-precision bf16"
     )
 
 
