@@ -15,7 +15,7 @@ from megatron.lm.checkpoint.forms.expert_tensors import separate
 from megatron.lm.checkpoint.loading import judge, open_stored, take_model
 from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.tensor_reader import check_number
-from megatron.lm.checkpoint.values import StoredTensor, check_agree, find, find_whole
+from megatron.lm.checkpoint.values import StoredTensor, find, find_whole
 from megatron.lm.config import Config, ParallelConfig
 from megatron.lm.config.cli import config_from_dict
 from megatron.lm.config.rules.check import single_values
@@ -79,11 +79,7 @@ class CheckpointReader:
 
     def values(self, name: str) -> Tensor:
         """Return the whole weight in FP32: its master if there is one, else the weight with its remainder."""
-        if f"{MASTER.key}/{name}" not in self.stored.tensors:
-            return self._find("model", name, find_whole).values()
-        master = self._find(MASTER.key, name)
-        check_agree(self._find("model", name), master, self.folder)
-        return master.values()
+        return self._find(MASTER.key if f"{MASTER.key}/{name}" in self.stored.tensors else "model", name, find_whole).values()
 
     def state(self, key: str, name: str) -> Tensor | None:
         """Return a whole optimizer state of a weight in FP32, such as exp_avg; None if the checkpoint has none."""

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from megatron.lm.checkpoint.files.storage import Stored
 from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.tensor_rules import number_problem
-from megatron.lm.checkpoint.values import StoredTensor, check_agree, check_remainder, find, find_whole, firsts, scalar
+from megatron.lm.checkpoint.values import StoredTensor, check_remainder, find, find_whole, firsts
 from msamp.nn.scaling_state import TensorScales
 from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, FP32, Format
@@ -38,7 +38,6 @@ class TensorReader:
     def __init__(self, stored: Stored, vocab_size: int, requantised: set[str], steps: int = 0) -> None:
         self.stored, self.vocab_size, self.requantised, self.steps = stored, vocab_size, requantised, steps
         self.kinds = {name.partition("/")[0] for name in stored.tensors}  # once: a mixture of experts has thousands of tensors
-        self.weights: dict[str, StoredTensor] = {}  # by name, those read so far that have a separate master
 
     def find(self, prefix: str, where: list[Place], shape: torch.Size) -> StoredTensor:
         """Read and check a tensor of `shape` at these places."""
@@ -82,13 +81,10 @@ class TensorReader:
         if is_own_master(p, master):
             return self._to(self.best(where, p.shape, fmt), fmt, p.dtype), None
         weight = self.find("model", where, p.shape)
-        self.weights[where[0].name] = weight
         keeps = weight.keeps_bits(fmt)
         if keeps and not with_values:
             return weight.to(fmt, p.dtype), None
-        best = self.best(where, p.shape, FP32)
-        check_agree(weight, best, self.stored.folder)
-        values = best.values()
+        values = self.best(where, p.shape, FP32).values()
         if keeps:
             return weight.to(fmt, p.dtype), values
         self.requantised.add(weight.key)
@@ -96,10 +92,11 @@ class TensorReader:
 
     def state(self, holding: Holding, where: list[Place]) -> dict[str, Tensor]:
         """Read the optimizer states of a holding; empty if none were saved."""
-        step = scalar(self.stored, "step", where[0])
-        if step is None:
+        name = f"step/{where[0].name}"
+        if name not in self.stored.tensors:
             return {}
-        check_number(self.stored, f"step/{where[0].name}", step, 0, self.steps, torch.float32, whole=True)
+        step = self.stored.tensor(name)
+        check_number(self.stored, name, step, 0, self.steps, torch.float32, whole=True)
         state = {"step": step}
         for declared, fmt in kept_states(holding.param, holding.formats):
             state |= {key: holding.copy_of(x) for key, x in self._state(declared, fmt, where, holding.param.shape).items()}
@@ -110,9 +107,7 @@ class TensorReader:
         """Read one state of a whole parameter in `fmt`, as entries of the optimizer's state."""
         key = declared.key
         if declared.copy:
-            best = self.best(where, shape, fmt)
-            check_agree(self.weights[where[0].name], best, self.stored.folder)
-            return {key: self._to(best, fmt)}
+            return {key: self._to(self.best(where, shape, fmt), fmt)}
         if declared.remainder_of is not None:
             return {key: self.remainder(key, where, shape, fmt)}
         if key not in self.kinds:

@@ -10,7 +10,6 @@ group of the new shard is in one stored group, or in several equal ones: for any
 Otherwise groups are requantized, each value to the nearest of E4M3 or E5M2.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ from megatron.lm.checkpoint.files.storage import Region, Stored
 from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.tensor_rules import extents, tensor_problem
 from msamp.numerics import mcf
-from msamp.numerics.formats import ALL, BF16, EXPANDED, REMAINDER_E4M3, Format, of_dtype
+from msamp.numerics.formats import ALL, BF16, EXPANDED, REMAINDER_E4M3, Format
 from msamp.numerics.granularity import Group
 from msamp.numerics.quantize import quantize
 from msamp.numerics.range_expand import STATE_GROUP, Expanded, quantize_expanded
@@ -32,7 +31,6 @@ from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.updates import MASTER, WEIGHT, remainders
 
 _DTYPES = {fmt.dtype for fmt in ALL}
-_BLOCK = 2**24  # elements to convert to FP32 at a time
 _GROUPED = {fmt.dtype for fmt in EXPANDED}
 
 
@@ -44,14 +42,13 @@ def firsts() -> dict[str, str]:
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
     """A local tensor as stored: `payload`, and the `scale_inv` of each part (slices) with its own scale; in COAT's format `groups`, FP32,
-    the maximum and exponent of each element's group. Its first `rows` rows were stored, and the others were filled in (None: all stored).
+    the maximum and exponent of each element's group.
     """
 
     key: str
     payload: Tensor
     scales: list[tuple[tuple[slice, ...], Tensor]]
     groups: tuple[Tensor, Tensor] | None = None
-    rows: int | None = None
 
     @property
     def scale_inv(self) -> Tensor | None:
@@ -108,56 +105,6 @@ class StoredTensor:
                 raise ValueError(f"{folder}: {self.key}{problem}; load an older checkpoint")
 
 
-def check_agree(weight: StoredTensor, master: StoredTensor, folder: object) -> None:
-    """Raise a ValueError if a weight is not its master rounded to the weight's format.
-
-    A weight is cast from its stored master, and saturates at the maximum of its format. The cast changes a value by at most half a step:
-    half an ulp above the smallest normal number, half the smallest subnormal below, where biases are in early warm-up. Another half step is
-    allowed for a master that was itself rounded after the cast (at the start of a run) and for a weight of joined shards. With the scale of
-    another step, or the weight of another layer, most values differ by more.
-    """
-    if _is_cast_of(weight, master):
-        return
-    weights, theirs, formats = weight.values(), master.values(), [of_dtype(x.payload.dtype) for x in (weight, master)]
-    if weights.shape != theirs.shape:
-        raise ValueError(
-            f"{folder}: {weight.key} is {tuple(weights.shape)}, but its master is {tuple(theirs.shape)}; load an older checkpoint"
-        )
-    if weight.rows is not None:  # exclude filled-in rows: the mean of rounded rows is not the rounded mean
-        theirs = torch.cat([theirs[: weight.rows], weights[weight.rows :]])
-    digits = 2.0 ** -min(fmt.mantissa_bits for fmt in formats)
-    # The master's own smallest step, which is negligible unless its scale is wrong.
-    floor = min(formats[1].smallest * max((float(scale) for _, scale in master.scales), default=1.0), 2.0**-8 * float(weights.abs().amax()))
-    for part, scale in weight.scales or [((slice(None),) * weights.dim(), torch.ones(()))]:
-        end = formats[0].max * scale
-        wanted = theirs[part].clamp(-end, end)
-        off = (weights[part] - wanted).abs() > wanted.abs() * digits + (formats[0].smallest * scale + floor)
-        if off.any():
-            raise ValueError(
-                f"{folder}: {weight.key} is {float(weights[part][off][0]):g} but its master is {float(theirs[part][off][0]):g}, and "
-                f"{int(off.sum())} of {weights[part].numel()} values differ from the master: one of their scales is stale, or one is from "
-                "another layer; load an older checkpoint"
-            )
-
-
-def _is_cast_of(weight: StoredTensor, master: StoredTensor) -> bool:
-    """Return whether a weight has the bits that a cast of its master gives, as after every step; in blocks of rows, since a save has no
-    memory for FP32 copies of a whole embedding."""
-    weight_inv, theirs = (x.scale_inv if x.scales else torch.ones(()) for x in (weight, master))
-    if weight_inv is None or theirs is None or weight.groups is not None or master.groups is not None:
-        return False
-    if weight.payload.shape != master.payload.shape:
-        return False
-    fmt, rows = of_dtype(weight.payload.dtype), max(1, _BLOCK // max(1, math.prod(weight.payload.shape[1:])))
-    factor = (theirs * inverse(weight_inv)).to(weight.payload.device)
-    pairs = zip(*(torch.atleast_1d(x.payload).split(rows) for x in (weight, master)), strict=True)
-    return all(_bits(quantize(values, factor, fmt)).equal(_bits(bits)) for bits, values in pairs)
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.reshape(-1).view(torch.uint8)
-
-
 def _firsts(x: Tensor) -> Tensor:
     """Return the first value of each group: [.., n] -> [.., groups]."""
     return x[..., :: STATE_GROUP.size].contiguous()
@@ -173,7 +120,7 @@ def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[in
         ValueError: if the tensor is not stored, or has another shape.
     """
     dtype = stored.tensors[f"{prefix}/{where[0].name}"].dtype if f"{prefix}/{where[0].name}" in stored.tensors else torch.uint8
-    payload, scales, groups, there = torch.zeros(tuple(shape), dtype=dtype), [], None, None
+    payload, scales, groups = torch.zeros(tuple(shape), dtype=dtype), [], None
     needs_scale = dtype.itemsize == 1 and prefix not in firsts()  # other FP8 tensors are meaningless without one
     for place in where:
         key = f"{prefix}/{place.name}"
@@ -186,7 +133,6 @@ def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[in
             stored.read([Region(key, place.offset, target)])
         else:
             _read_padded(stored, key, place, rows, vocab_size, target)
-            there = place.start + max(0, min(place.sizes[0], rows - place.offset[0]))
         for chunk in entry.chunks:
             part = _overlap(place, chunk.offset, chunk.shape, rows)
             if part is not None and group_keys(key, chunk.offset)[0] in stored.tensors:
@@ -200,7 +146,7 @@ def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[in
                     target[part] = _of_elements(_fp32_beside(stored, name, STATE_GROUP.groups(chunk.shape)), place, chunk, part)
             elif part is not None and (scale_key(key, chunk.offset) in stored.tensors or needs_scale):
                 scales.append((part, _fp32_beside(stored, scale_key(key, chunk.offset), ())))
-    return StoredTensor(f"{prefix}/{where[0].name}", payload, scales, groups, there)
+    return StoredTensor(f"{prefix}/{where[0].name}", payload, scales, groups)
 
 
 def _fp32_beside(stored: Stored, key: str, shape: Sequence[int]) -> Tensor:
@@ -227,7 +173,7 @@ def find_whole(stored: Stored, prefix: str, where: Sequence[Place], shape: Seque
         if first == prefix and f"{key}/{where[0].name}" in stored.tensors:
             check_remainder(stored, key, where)
             x, y = mcf.load_pair(tensor.payload, find(stored, key, where, shape, vocab_size).payload)
-            return StoredTensor(tensor.key, x.float() + y.float(), [], rows=tensor.rows)
+            return StoredTensor(tensor.key, x.float() + y.float(), [])
     return tensor
 
 
@@ -242,23 +188,21 @@ def check_remainder(stored: Stored, key: str, where: Sequence[Place]) -> None:
         if absent is not None:
             raise ValueError(f"{stored.folder} is damaged: it has no {absent}; load an older checkpoint")
         entry, beside = stored.tensors[own], stored.tensors[first]
-        scaled = next((name for name in (own, first) if _has_numbers(stored, name)), None)
-        if scaled is not None:
-            raise ValueError(f"{stored.folder}: {scaled} has a scale, which components of a pair must not have; load an older checkpoint")
+        scaled = [
+            name
+            for name in (own, first)
+            for chunk in stored.tensors[name].chunks
+            if {scale_key(name, chunk.offset), *group_keys(name, chunk.offset)} & stored.tensors.keys()
+        ]
+        if scaled:
+            raise ValueError(
+                f"{stored.folder}: {scaled[0]} has a scale, which components of a pair must not have; load an older checkpoint"
+            )
         if beside.dtype != BF16.dtype or entry.dtype not in (BF16.dtype, REMAINDER_E4M3.dtype) or entry.shape != beside.shape:
             raise ValueError(
                 f"{stored.folder}: {own} is {tuple(entry.shape)} {entry.dtype}, but its first component {first} is {tuple(beside.shape)} "
                 f"{beside.dtype}; a pair must be bfloat16, and bfloat16 or float8_e4m3fn of the same shape: load an older checkpoint"
             )
-
-
-def _has_numbers(stored: Stored, key: str) -> bool:
-    """Return whether a chunk of a tensor has a scale or group values."""
-    return any(
-        name in stored.tensors
-        for chunk in stored.tensors[key].chunks
-        for name in (scale_key(key, chunk.offset), *group_keys(key, chunk.offset))
-    )
 
 
 def _stored_rows(stored: Stored, key: str, place: Place, vocab_size: int) -> int | None:
@@ -314,12 +258,6 @@ def _overlap(place: Place, offsets: Sequence[int], sizes: Sequence[int], rows: i
         base = place.offset[dim] - (place.start if dim == 0 else 0)
         part.append(slice(start - base, end - base))
     return tuple(part)
-
-
-def scalar(stored: Stored, prefix: str, place: Place) -> Tensor | None:
-    """Read a scalar of a tensor, such as its step count; None if it is not stored."""
-    key = f"{prefix}/{place.name}"
-    return stored.tensor(key) if key in stored.tensors else None
 
 
 def chunk_offsets(stored: Stored, where: Sequence[Place]) -> Iterator[tuple[Place, tuple[int, ...]]]:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from helpers import tiny
 from helpers.choices import every_pair
@@ -13,10 +12,9 @@ from megatron.lm.checkpoint.files import storage
 from megatron.lm.checkpoint.files.storage import Item, Stored
 from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.tensor_reader import TensorReader
-from megatron.lm.checkpoint.values import StoredTensor, check_agree, find, find_whole
+from megatron.lm.checkpoint.values import find, find_whole
 from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, REMAINDER_E4M3, Format
-from msamp.numerics.scaling import inverse
 from msamp.numerics.tensor import ScalingTensor
 
 SCALED = [E4M3, E5M2, FP16]
@@ -126,59 +124,6 @@ def test_formats(source: Format, target: Format):
 
 
 # A weight and its master
-
-
-MASTERS = {"FP32": lambda x: x, "FP16 with a scale": lambda x: ScalingTensor.quantize(x, FP16)}
-WEIGHTS = {
-    "FP16": lambda x: x.half(),
-    "BF16": lambda x: x.bfloat16(),
-    "E4M3": lambda x: ScalingTensor.quantize(x, E4M3),
-    "E4M3, a scale of twice the amax": lambda x: ScalingTensor.quantize(x, E4M3, inverse(2 * ScalingTensor.quantize(x, E4M3).scale_inv)),
-    "E5M2": lambda x: ScalingTensor.quantize(x, E5M2),
-}
-
-
-def cast(values: Tensor, weight: str, master: str, late: bool) -> tuple[StoredTensor, StoredTensor]:
-    """A weight and its master, cast from it; `late`: both from the same values, as at the start of a run."""
-    copy = MASTERS[master](values)
-    return one(WEIGHTS[weight](values if late else one(copy).values())), one(copy)
-
-
-@pytest.mark.promise("Checkpoints", "A weight that is its rounded master is accepted, down to the smallest subnormals.")
-@every_pair
-@pytest.mark.parametrize("late", [False, True], ids=["cast from the master", "from the same values"])
-@pytest.mark.parametrize("master", MASTERS)
-@pytest.mark.parametrize("weight", WEIGHTS)
-@pytest.mark.parametrize("reach", [1.0, 1e-3, 2e-7, 6e-8, 0.0])
-def test_a_weight_agrees_with_the_master_it_was_cast_from(weight: str, master: str, late: bool, reach: float):
-    """Down to the subnormals of FP16 that a bias has in early warm-up, where a rounding is larger than the value."""
-    check_agree(*cast(draw(64, 64) * reach, weight, master, late), "here")
-
-
-@pytest.mark.promise("Checkpoints", "A weight that is not its rounded master is refused: a stale scale, another layer's weight.")
-@pytest.mark.parametrize("wrong", ["the weight's scale", "the master's scale", "another layer", "another step", "one value"])
-@pytest.mark.parametrize("weight", WEIGHTS)
-def test_a_weight_that_is_not_its_master_rounded_is_found(weight: str, wrong: str):
-    mine, theirs = cast(draw(64, 64), weight, "FP16 with a scale", late=False)
-    if wrong == "the weight's scale":
-        if not mine.scales:
-            return
-        for factor in (0.5, 2.0, 2.0**40):
-            stale = StoredTensor(mine.key, mine.payload, [(part, scale * factor) for part, scale in mine.scales])
-            with pytest.raises(ValueError, match="one of their scales is stale"):
-                check_agree(stale, theirs, "here")
-        return
-    if wrong == "the master's scale":
-        for factor in (0.25, 0.5, 2.0, 2.0**40, 2.0**-40):
-            stale = StoredTensor(theirs.key, theirs.payload, [(part, scale * factor) for part, scale in theirs.scales])
-            with pytest.raises(ValueError, match="one of their scales is stale"):
-                check_agree(mine, stale, "here")
-        return
-    other = {"another layer": draw(64, 64).T.contiguous(), "another step": draw(64, 64) * 1.5, "one value": draw(64, 64)}[wrong]
-    if wrong == "one value":
-        other[3, 5] += 0.5
-    with pytest.raises(ValueError, match=r"here: model/w is .* but its master is .*; load an older checkpoint"):
-        check_agree(cast(other, weight, "FP32", late=False)[0], theirs, "here")
 
 
 # A vocabulary that is padded to another number of rows
