@@ -49,8 +49,7 @@ from torch import Tensor, nn
 
 from megatron.lm.data.documents import DOCUMENTS
 from megatron.lm.errors import RunStopped
-from megatron.lm.model.gpt import GPT
-from megatron.lm.model.loss import mean_loss
+from megatron.lm.model.gpt import GPT, mean_loss
 from megatron.lm.processes.grid import Ranks
 from megatron.lm.training.gradients import chunks, count_pipeline_traffic
 from megatron.lm.training.state import Batches, StepResult, Training

@@ -28,7 +28,7 @@ from megatron.lm.data.preprocessing.indexing import EncodeOptions, write_dataset
 from megatron.lm.data.preprocessing.inputs import Document
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.cpu_home import cpu_home
-from megatron.lm.processes.environment import launch_from_environment
+from megatron.lm.processes.process_groups import launch_from_environment
 from megatron.lm.run.trainer import Trainer
 from megatron.lm.training.gradients import build_grad_sync
 from msamp.comm.grad_sync import GradSync

@@ -43,7 +43,7 @@ from megatron.lm.data.batch import batches
 from megatron.lm.data.datasets import build_datasets
 from megatron.lm.data.tokenizers.tokenizer import build_tokenizer
 from megatron.lm.graphs import step_graph
-from megatron.lm.model.loss import mean_loss
+from megatron.lm.model.gpt import mean_loss
 from megatron.lm.processes import process_groups
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, path

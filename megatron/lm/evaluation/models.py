@@ -112,11 +112,6 @@ class FolderModel:
         ]
 
 
-def is_folder_of_hugging_face(path: Path) -> bool:
-    """Return whether a path is a Hugging Face folder: it contains a `config.json`, which a checkpoint of the trainer does not."""
-    return (path / "config.json").is_file()
-
-
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[CheckpointModel | FolderModel]:
     """Load the model at `path`, with process groups if it needs them, for the block.
@@ -126,7 +121,7 @@ def opened(path: Path) -> Iterator[CheckpointModel | FolderModel]:
     """
     if not path.exists():
         raise ValueError(f"--load {path} does not exist: give a checkpoint folder of the trainer, or a Hugging Face folder")
-    if is_folder_of_hugging_face(path):
+    if (path / "config.json").is_file():  # a Hugging Face folder
         yield FolderModel(path)
         return
     from megatron.lm.processes.cpu_home import cpu_home

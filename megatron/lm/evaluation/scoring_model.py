@@ -150,7 +150,14 @@ def mlp(module: MLP | MoE, activation: str) -> Function:
 
 def _mixture(layer: MoE, activation: str) -> Function:
     shared = None if layer.shared_experts is None else mlp(layer.shared_experts, activation)
-    fc1, fc2 = (_dequantized(getattr(layer.experts, name), layer.config.params_dtype) for name in layer.experts.weight_names)
+    weights, dtype = [getattr(layer.experts, name) for name in layer.experts.weight_names], layer.config.params_dtype
+    with torch.no_grad():  # low-precision matrices as one tensor [E, N, K] in the compute dtype
+        fc1, fc2 = (
+            torch.stack([(x.dequantize(torch.float32) if isinstance(x, ScalingTensor) else x).to(dtype) for x in weight.matrices])
+            if isinstance(weight, ExpertMatrices)
+            else weight
+            for weight in weights
+        )
 
     def mixture(x: Tensor) -> Tensor:
         probs, experts = layer.router(x)
@@ -158,11 +165,3 @@ def _mixture(layer: MoE, activation: str) -> Function:
         return y if shared is None else y + shared(x)
 
     return mixture
-
-
-@torch.no_grad()
-def _dequantized(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weights of all experts, [E, N, K], in `dtype` if they are low-precision matrices."""
-    if not isinstance(weight, ExpertMatrices):
-        return weight
-    return torch.stack([(x.dequantize(torch.float32) if isinstance(x, ScalingTensor) else x).to(dtype) for x in weight.matrices])

@@ -143,23 +143,17 @@ class Replays:
         """Begin a step whose first graph is `first`: free what eager code left behind that no graph reads.
 
         In every step that is the cast of the experts' weights of an eager forward: of the last eager step, or of an evaluation, which would
-        keep it in addition to the graphs' own (3 GiB of 8 layers of OLMoE at O3). Before the first capture it is also what `_free` frees.
+        keep it in addition to the graphs' own (3 GiB of 8 layers of OLMoE at O3). Before the first capture it is also the gradients and
+        the allocator's cache: a graph's pool cannot use memory that is freed during the capture or cached. And an eager step's autograd
+        graph that only waits for the garbage collector keeps its AccumulateGrad nodes, which would run on the default stream and
+        invalidate the capture.
         """
         for weight in self._experts:
             weight.drop_cast()
         if not self._known(first):
-            self._free()
-
-    def _free(self) -> None:
-        """Free the gradients of eager steps, and give the allocator's cache back.
-
-        A graph's pool cannot use memory that is freed during the capture or cached by the allocator. And an eager step's autograd graph
-        that only waits for the garbage collector keeps its AccumulateGrad nodes, which would run on the default stream and invalidate the
-        capture.
-        """
-        self.training.grad_sync.clear()
-        gc.collect()
-        torch.cuda.empty_cache()
+            self.training.grad_sync.clear()
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def _known(self, name: Hashable) -> bool:
         """Return whether `name` is captured for this kind of step."""

@@ -1,7 +1,7 @@
 """Core attention with torch's scaled_dot_product_attention: no s x s matrix in memory, and the fastest kernel of this machine."""
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -241,20 +241,17 @@ class SDPAttention(MegatronModule):
         if self.context is None:
             return None
         if mask is not None:
-            self._check_mask(mask, tokens * self.context.ranks)
+            length = tokens * self.context.ranks
+            if not self.by_heads:
+                raise ValueError("cp_comm_type p2p, a ring of parts of sequences, does not support a mask: pass None, or use a2a")
+            if self.backends == BACKENDS["flash"]:
+                raise ValueError("--attention-backend flash does not support a mask; choose auto, cudnn or math")
+            if mask.shape[1] != 1 or mask.shape[2] not in (1, length) or mask.shape[3] != length or (mask.shape[2] == 1 and self.causal):
+                raise ValueError(f"a mask of split sequences is {tuple(mask.shape)}; expected a whole one, [b, 1, s or 1, {length}]")
         if not self.by_heads:
             return None
         backends = self.backends if mask is None or mask.shape[2] == 1 else self.masked_backends
         return HeadExchange(self.context, functools.partial(self._attend, attention_mask=mask, backends=backends), self.wire)
-
-    def _check_mask(self, mask: Tensor, length: int) -> None:
-        """Raise a ValueError if context parallelism does not support the mask, with sequences of `length` tokens."""
-        if not self.by_heads:
-            raise ValueError("cp_comm_type p2p, a ring of parts of sequences, does not support a mask: pass None, or use a2a")
-        if self.backends == BACKENDS["flash"]:
-            raise ValueError("--attention-backend flash does not support a mask; choose auto, cudnn or math")
-        if mask.shape[1] != 1 or mask.shape[2] not in (1, length) or mask.shape[3] != length or (mask.shape[2] == 1 and self.causal):
-            raise ValueError(f"a mask of split sequences is {tuple(mask.shape)}; expected a whole one, [b, 1, s or 1, {length}]")
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, backends: list[SDPBackend] | None = None
@@ -272,7 +269,9 @@ class SDPAttention(MegatronModule):
             # Its kernel has no groups of queries: torch would fall back to s x s scores of every head.
             k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         dropout = self.dropout if self.training else 0.0
-        with sdpa_kernel(backends, set_priority=True), self._dropout_rng(dropout):
+        # Tensor-parallel ranks have different heads, so each needs its own dropout RNG; the block forked under sequence parallelism.
+        forks = dropout and not self.config.sequence_parallel
+        with sdpa_kernel(backends, set_priority=True), get_cuda_rng_tracker().fork() if forks else nullcontext():
             context = scaled_dot_product_attention(
                 q,
                 k,
@@ -284,13 +283,6 @@ class SDPAttention(MegatronModule):
                 enable_gqa=k.shape[1] != heads,
             )
         return context.permute(2, 0, 1, 3).reshape(sequence, batch, heads * channels).to(dtype)
-
-    def _dropout_rng(self, dropout: float) -> AbstractContextManager[None]:
-        # Tensor-parallel ranks have different heads, so each needs its own dropout RNG. Under sequence parallelism the block forked
-        # already.
-        if dropout and not self.config.sequence_parallel:
-            return get_cuda_rng_tracker().fork()
-        return nullcontext()
 
 
 def count_context(model: nn.Module, sent: WireBytes) -> None:

@@ -84,23 +84,14 @@ class Fp8LayerChoice:
     attention: str = ""
 
 
-def default_cache() -> Path:
-    """Return the path of the gain cache without `--fp8-gain-cache`, in the XDG cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "msamp" / "fp8_gain.json"
-
-
 def read_table(path: Path) -> dict[str, Times]:
     """Read cached times by key. A missing or corrupt file reads as empty; invalid entries are skipped."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return {key: Times(*value) for key, value in table.items() if _is_times(value)} if isinstance(table, dict) else {}
-
-
-def _is_times(value: object) -> bool:
-    numbers = isinstance(value, list) and len(value) == 2 and all(type(x) is float for x in value)
-    return numbers and all(0 < x < math.inf for x in value)  # type: ignore[attr-defined]
+    pairs = {key: value for key, value in table.items() if isinstance(value, list) and len(value) == 2} if isinstance(table, dict) else {}
+    return {key: Times(*pair) for key, pair in pairs.items() if all(type(x) is float and 0 < x < math.inf for x in pair)}
 
 
 def write_table(path: Path, table: Mapping[str, Times]) -> None:
@@ -147,7 +138,8 @@ def times_by_slot(precision: PrecisionConfig, shapes: Mapping[str, Shape], measu
 
 def _cached(precision: PrecisionConfig, shapes: Mapping[str, Shape | AttentionShape], measure: Measure | None) -> dict[str, Times] | None:
     """Return the times of shapes by key, from the cache file; measure and add missing ones. None as in `times_by_slot`."""
-    path = Path(precision.fp8_gain_cache or default_cache())
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    path = Path(precision.fp8_gain_cache or folder / "msamp" / "fp8_gain.json")
     table = read_table(path)
     missing = {key: shape for key, shape in shapes.items() if key not in table}
     if missing:
@@ -231,21 +223,14 @@ def choose_attention(
     except ValueError as error:
         return "bf16", str(error)
     shape = attention_shape(model, parallel, micro_batch_size)
-    kernels = f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, frontend {_frontend_version()}"
+    frontend = next((found.version for found in importlib.metadata.distributions(name="nvidia-cudnn-frontend")), "none")
+    kernels = f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, frontend {frontend}"
     key = f"{torch.cuda.get_device_name()}, {kernels}, attention, {' x '.join(map(str, shape))}"
     times = _cached(precision, {key: shape}, measure)
     if times is None:
         return "bf16", "not measured on this GPU"
     gain = times[key].bf16 / times[key].fp8
     return "fp8" if gain >= precision.fp8_min_gain else "bf16", f"gain {gain:.2f}, --fp8-min-gain {precision.fp8_min_gain:g}"
-
-
-def _frontend_version() -> str:
-    """Return the version of cuDNN's frontend, which chooses the kernels of FP8 attention."""
-    try:
-        return importlib.metadata.version("nvidia-cudnn-frontend")
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def attention_shape(model: ModelConfig, parallel: ParallelConfig, micro_batch_size: int) -> AttentionShape:
@@ -300,7 +285,8 @@ def describe(model: ModelConfig, precision: PrecisionConfig, choice: Fp8LayerCho
         number = sum(linear_layers(model, slot, wide) for slot in slots)
         if name == "BF16":
             number += linear_layers(model) - linear_layers(model, without=wide)
-            details = "; ".join(filter(None, (details, _whole_layers(wide))))
+            numbers = ", ".join(str(layer + 1) for layer in sorted(wide))
+            details = "; ".join(filter(None, (details, f"layers {numbers} as a whole" if wide else "")))
         counts.append(f"{number} {name}" + (f" ({details})" if details else ""))
     if not precision.named.fp8:
         by = "of Transformer Engine" if isinstance(precision.named, PeerRecipe) else str(precision.named.compute)
@@ -346,15 +332,6 @@ def describe_experts(model: ModelConfig, parallel: ParallelConfig, precision: Pr
         f"mixture of experts: {len(model.moe_layers)} of {model.num_layers} layers, each with {model.num_experts} experts of width "
         f"{model.expert_size} {stored}, {model.moe_router_topk} per token{beside}; {spread}{fused}"
     )
-
-
-def _whole_layers(layers: Collection[int]) -> str:
-    """Return `layers 1, 2 and 12 as a whole`, counted from 1; an empty text if there are none."""
-    numbers = [str(layer + 1) for layer in sorted(layers)]
-    if not numbers:
-        return ""
-    listed = f"layers {', '.join(numbers[:-1])} and {numbers[-1]}" if len(numbers) > 1 else f"layer {numbers[0]}"
-    return f"{listed} as a whole"
 
 
 def measure(shape: Shape | AttentionShape, recipe: Recipe) -> Times:

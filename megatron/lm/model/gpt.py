@@ -5,8 +5,9 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -18,12 +19,11 @@ from megatron.lm.config.sections.precision import saved_activations
 from megatron.lm.model.attention import count_context, document_mask
 from megatron.lm.model.initial import draw_weights
 from megatron.lm.model.linear import HeadGemm, connect, layer_linears, output_linear
-from megatron.lm.model.loss import token_loss
-from megatron.lm.model.moe.fp8_experts import convert_experts
+from megatron.lm.model.moe.layer import convert_experts
 from megatron.lm.model.peer import block_spec as peer_block_spec
 from megatron.lm.model.peer import check_available, core_settings, provider
 from megatron.lm.model.spec import LayerOptions, block_spec
-from megatron.lm.processes.grid import Grid
+from megatron.lm.processes.grid import ALONE, Grid, Ranks
 from megatron.lm.processes.process_groups import device
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class GPT(GPTModel):
-    """GPTModel with a configurable output layer and the loss of `megatron.lm.model.loss`.
+    """GPTModel with a configurable output layer and its loss.
 
     `forward(tokens, position_ids, None)` takes [b, s] int64 and returns logits [b, s, padded vocabulary / tensor-parallel size]; with
     `labels` [b, s] int64 the loss of every token, [b, s] FP32; with `labels` and `loss_mask` [b, s] FP32 the sum of the losses times the
@@ -140,6 +140,11 @@ class GPT(GPTModel):
 def transformer_config(model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig, recipe: "Recipe") -> TransformerConfig:
     """Return megatron-core's configuration of the model, with parameters in `recipe.compute_dtype`."""
     stages = parallel.virtual_stages(model.num_layers)
+    experts: dict[str, Any] = {}
+    if model.num_experts is not None:
+        experts = {f.name: getattr(model, f.name) for f in fields(model) if f.name.startswith("moe_")}
+        layers = [int(n in model.moe_layers) for n in range(model.num_layers)]
+        experts |= {"num_moe_experts": model.num_experts, "moe_layer_freq": layers, "moe_ffn_hidden_size": model.expert_size}
     settings = functools.partial(
         TransformerConfig,
         num_layers=model.num_layers,
@@ -189,18 +194,9 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, training: T
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         cuda_graph_scope=[],  # the whole layer; the default means the same but triggers a deprecation warning
-        **_expert_settings(model),
+        **experts,
     )
     return settings(**core_settings(recipe, model))
-
-
-def _expert_settings(model: ModelConfig) -> dict[str, Any]:
-    """Return megatron-core's settings of mixtures of experts; none for a dense model."""
-    if model.num_experts is None:
-        return {}
-    same = {f.name: getattr(model, f.name) for f in fields(model) if f.name.startswith("moe_")}
-    layers = [int(n in model.moe_layers) for n in range(model.num_layers)]
-    return same | {"num_moe_experts": model.num_experts, "moe_layer_freq": layers, "moe_ffn_hidden_size": model.expert_size}
 
 
 def build_model(
@@ -296,3 +292,47 @@ def assemble(
     )
     draw_weights(gpt, model, seed)
     return gpt
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross entropy of every token, in nats, computed in FP32.
+
+    Args:
+        logits: [s, b, padded vocabulary / tensor-parallel size], any floating dtype; FP32 logits are overwritten.
+        labels: [b, s] int64, less than the size of the whole vocabulary.
+
+    Returns:
+        [b, s] FP32.
+    """
+    # In place on one FP32 copy of the logits, the largest tensor of the step; torch's cross entropy keeps three of them.
+    return vocab_parallel_cross_entropy(logits, labels.t().contiguous()).t()
+
+
+def mean_loss(loss_sum: Tensor, loss_mask: Tensor, context: Ranks = ALONE) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the mean loss of a micro-batch in the two-value form that megatron-core's schedules require of a loss function.
+
+    The schedule divides the first value by the number of micro-batches and runs backward from it, so that gradients are the mean over
+    micro-batches of the mean over counted tokens. Pass `functools.partial(mean_loss, loss_mask=mask)`.
+
+    Args:
+        loss_sum: FP32 0-dim, the sum over counted tokens that GPT.forward returns.
+        loss_mask: [b, s] FP32, 1 where the token counts, 0 where it does not.
+        context: the ranks that have the parts of the same sequences; by default this rank has whole sequences. Each rank divides its own
+            sum by the mean count of these ranks, so that the average of their results, and of their gradients, is the mean over the
+            sequences.
+
+    Returns:
+        The mean, a scalar with gradient (0 if no token counts; if it is non-finite, all gradients are NaN), and for the log
+        `{"loss_sum", "tokens"}`: scalars without gradient, whose sums over micro-batches and data-parallel ranks give the exact mean over
+        all counted tokens.
+    """
+    tokens = loss_mask.sum()
+    if context.size == 1:
+        mean = loss_sum / tokens.clamp(min=1)
+    else:
+        counted = tokens.clone()
+        dist.all_reduce(counted, group=context.group)
+        mean = loss_sum * context.size / counted.clamp(min=1)
+    # An infinite loss may have finite gradients. Making them NaN lets every rank skip the step; a factor of 1 changes no bit.
+    mean = mean * torch.ones_like(mean).masked_fill(~mean.isfinite(), torch.nan)
+    return mean, {"loss_sum": loss_sum.detach(), "tokens": tokens.detach()}

@@ -15,7 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
 from megatron.lm.model.linear import FP8Gemm
-from megatron.lm.model.moe.fp8_experts import TrainedMatrices
+from megatron.lm.model.moe.layer import TrainedMatrices
 from msamp.nn.expert_layer import Experts
 
 if TYPE_CHECKING:
@@ -32,18 +32,22 @@ def draw_weights(model: GPTModel, config: "ModelConfig", seed: int) -> None:
     biases 0, norms 1. The padding rows of the vocabulary are drawn like the others.
     """
     std, residual_std = config.init_method_std, config.init_method_std / math.sqrt(2 * config.num_layers)
+    ranks = model.pg_collection.tp
     for name, module in named_globally(model):
         for key, parameter in module.named_parameters(recurse=False):
             if parameter.dim() < 2:
                 continue
-            if isinstance(module, Experts):
-                _draw_experts(f"{name}.{key}", parameter, residual_std if key == "fc2_weight" else std, seed, module.first)
+            if isinstance(module, Experts):  # each has its own key, so that it does not depend on which other experts a rank has
+                for number, weight in enumerate(parameter, module.first):
+                    drawn = _draw(f"{name}.{key}.{number}", weight, 1, seed)
+                    weight.copy_(drawn * (residual_std if key == "fc2_weight" else std))
                 continue
-            whole = _draw(f"{name}.{key}", parameter, model.pg_collection.tp.size(), seed)
-            whole *= residual_std if name.endswith(_RESIDUAL) else std
-            # With SwiGLU a rank has its slice of the gate, then its slice of the other half.
-            strips = 2 if config.swiglu and name.endswith("linear_fc1") else 1
-            part = _part(whole, parameter, strips, model.pg_collection.tp.rank(), model.pg_collection.tp.size())
+            part = _draw(f"{name}.{key}", parameter, ranks.size(), seed)
+            part *= residual_std if name.endswith(_RESIDUAL) else std
+            if getattr(parameter, "tensor_model_parallel", False):
+                # With SwiGLU a rank has its slice of the gate, then its slice of the other half.
+                dim, strips = parameter.partition_dim, 2 if config.swiglu and name.endswith("linear_fc1") else 1  # type: ignore[attr-defined]
+                part = torch.cat([strip.chunk(ranks.size(), dim)[ranks.rank()] for strip in part.chunk(strips, dim)], dim)
             if isinstance(module, FP8Gemm):
                 module.start_from(part.to(parameter.dtype))
             else:
@@ -95,17 +99,3 @@ def take_initial_weights(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
         elif isinstance(layer, FP8Gemm) and (values := layer.take_initial_weight()) is not None:
             taken.append((layer.weight, values))
     return taken
-
-
-def _draw_experts(name: str, parameter: Tensor, std: float, seed: int, first: int) -> None:
-    """Fill the weights [E, N, K] of this rank's experts, from number `first`. Each has its own key, so that it does not depend on which
-    other experts a rank has."""
-    for number, weight in enumerate(parameter, first):
-        weight.copy_(_draw(f"{name}.{number}", weight, 1, seed) * std)
-
-
-def _part(whole: Tensor, parameter: Tensor, strips: int, rank: int, ranks: int) -> Tensor:
-    if not getattr(parameter, "tensor_model_parallel", False):
-        return whole
-    dim = parameter.partition_dim  # type: ignore[attr-defined]
-    return torch.cat([strip.chunk(ranks, dim)[rank] for strip in whole.chunk(strips, dim)], dim)

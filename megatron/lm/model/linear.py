@@ -293,6 +293,16 @@ def connect(model: nn.Module, parallel: ParallelConfig, sent: WireBytes, *, meas
     if parallel.tensor_model_parallel_size == 1:
         return
     group = _group(Grid.current().tensor)
+
+    def count_embedding(layer: VocabParallelEmbedding, _: Any, output: Tensor) -> None:
+        # Every rank has some rows of the vocabulary and zeros for the other tokens, which an all-reduce sums.
+        size = all_gather_sent(output.nbytes, group.size())
+        if layer.reduce_scatter_embeddings:
+            sent.add("activation", "embedding reduce-scatter", size)
+            _after(output, lambda: sent.add("activation", "embedding all-gather", size))
+        else:
+            sent.add("activation", "embedding all-reduce", all_reduce_sent(output.nbytes, group.size()))
+
     converter = None
     recipes = [layer.recipe for layer in layers if isinstance(layer, FP8Gemm) and layer.recipe.gathers_fp8]
     if recipes:
@@ -314,20 +324,9 @@ def connect(model: nn.Module, parallel: ParallelConfig, sent: WireBytes, *, meas
             if isinstance(layer, HeadGemm):
                 layer.peers = Peers(group, sent) if converter is None else converter.peers
         elif isinstance(layer, VocabParallelEmbedding):
-            layer.register_forward_hook(functools.partial(_count_embedding, sent))
+            layer.register_forward_hook(count_embedding)
 
 
 def _group(ranks: Ranks) -> ProcessGroup:
     assert ranks.group is not None
     return ranks.group
-
-
-def _count_embedding(sent: WireBytes, layer: VocabParallelEmbedding, _: Any, output: Tensor) -> None:
-    """Forward hook: every rank has some rows of the vocabulary and zeros for the other tokens, which an all-reduce sums."""
-    ranks = layer.tp_group.size()
-    if not layer.reduce_scatter_embeddings:
-        sent.add("activation", "embedding all-reduce", all_reduce_sent(output.nbytes, ranks))
-        return
-    size = all_gather_sent(output.nbytes, ranks)
-    sent.add("activation", "embedding reduce-scatter", size)
-    _after(output, lambda: sent.add("activation", "embedding all-gather", size))

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.lm.model.attention import Attention, FP8CoreAttention, SDPAttention
 from megatron.lm.model.layer import Layer, activation_of
 from megatron.lm.model.moe.layer import moe_class
-from megatron.lm.model.norm import head_norm_class, norm_class, projection_norm
+from megatron.lm.model.norm import head_norm, norm_class
 from msamp.nn.saved_activations import AS_IT_IS, Saved
 from msamp.nn.unfused import ActivationFunction
 from msamp.numerics.recipe import Gemms
@@ -59,7 +59,8 @@ def layer_spec(config: TransformerConfig, linears: Mapping[str, type], options: 
     """
     backend, saved = options.attention_backend, options.saved
     norm = ModuleSpec(module=norm_class(config.normalization), params={"saved": saved})
-    query_norm, key_norm = _query_key_norms(config, options.qk_scope)
+    together = (config.num_attention_heads, config.num_query_groups) if options.qk_scope == "projection" else (1, 1)
+    query_norm, key_norm = (head_norm(config.normalization, n or 1) if config.qk_layernorm else IdentityOp for n in together)
     activation = _activation(activation_of(config), saved)
     core = ModuleSpec(module=SDPAttention, params={"backend": backend, "wire": options.cp_wire})
     if options.fp8_attention is not None:
@@ -89,16 +90,6 @@ def layer_spec(config: TransformerConfig, linears: Mapping[str, type], options: 
             mlp_bda=get_bias_dropout_add,
         ),
     )
-
-
-def _query_key_norms(config: TransformerConfig, scope: str) -> tuple[type | ModuleSpec, type | ModuleSpec]:
-    """Return the norms of queries and keys; identities without `config.qk_layernorm`."""
-    if not config.qk_layernorm:
-        return IdentityOp, IdentityOp
-    if scope == "head":
-        return (head_norm_class(config.normalization),) * 2
-    assert config.num_query_groups is not None
-    return tuple(projection_norm(config.normalization, heads) for heads in (config.num_attention_heads, config.num_query_groups))  # type: ignore[return-value]
 
 
 def _activation(kind: str, saved: Saved) -> Callable[[Tensor], Tensor]:

@@ -40,7 +40,7 @@ def of_rank(config: Config) -> int:
 
 def recomputes_fc1(config: Config) -> bool:
     """Return whether backward computes the output of the experts' FC1 again (`--recompute-modules mlp`)."""
-    shared = config.model.moe_shared_expert_intermediate_size  # its layer recomputes its whole MLP (`megatron.lm.model.moe.fp8_experts`)
+    shared = config.model.moe_shared_expert_intermediate_size  # its layer recomputes its whole MLP (`megatron.lm.model.moe.layer`)
     return in_fp8(config) and "mlp" in config.training.recomputed_modules and shared is None
 
 

@@ -43,10 +43,6 @@ def _on_cpu(make: Callable) -> Callable:
     return call
 
 
-def _cuda(self: torch.Tensor, *_args: object, **_kwargs: object) -> torch.Tensor:
-    return self
-
-
 def _to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if args and _names_cuda(args[0]):
         args = (_CPU, *args[1:])
@@ -63,26 +59,6 @@ def _type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def _current_device() -> torch.device:
     return _CPU
-
-
-def _nothing(*_args: object, **_kwargs: object) -> None:
-    return None
-
-
-def _get_rng_state(device: object = None) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def _set_rng_state(new_state: torch.Tensor, device: object = None) -> None:
-    torch.set_rng_state(new_state)
-
-
-def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-
-
-def _call_now(function: Callable[[], None], **_kwargs: object) -> None:
-    function()
 
 
 class _OneGenerator:
@@ -107,22 +83,25 @@ def _enter(stack: ExitStack) -> None:
         stack.callback(setattr, owner, name, getattr(owner, name)) if own else stack.callback(delattr, owner, name)
         setattr(owner, name, value)
 
+    def get_rng_state(device: object = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
     for name, value in {
         "current_device": _current_device,
-        "synchronize": _nothing,
-        "empty_cache": _nothing,
-        "get_rng_state": _get_rng_state,
-        "set_rng_state": _set_rng_state,
-        "manual_seed": _manual_seed,
+        "synchronize": lambda *_: None,
+        "empty_cache": lambda: None,
+        "get_rng_state": get_rng_state,
+        "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
+        "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
         "default_generators": _OneGenerator(),
     }.items():
         replace(torch.cuda, name, value)
     for name in _MAKE_TENSORS:
         replace(torch, name, _on_cpu(getattr(torch, name)))
-    for name, method in {"cuda": _cuda, "to": _to, "type": _type}.items():
+    for name, method in {"cuda": lambda x, *_, **__: x, "to": _to, "type": _type}.items():
         replace(torch.Tensor, name, method)
-    replace(torch.cuda.random, "get_rng_state", _get_rng_state)
-    replace(megatron_random, "_lazy_call", _call_now)
+    replace(torch.cuda.random, "get_rng_state", get_rng_state)
+    replace(megatron_random, "_lazy_call", lambda function, **_: function())
     logger = logging.getLogger(megatron_random.__name__)
     logger.addFilter(_is_news)
     stack.callback(logger.removeFilter, _is_news)

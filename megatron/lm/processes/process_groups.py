@@ -5,6 +5,8 @@ import gc
 import os
 import random
 import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
@@ -19,11 +21,54 @@ from megatron.lm.config.cli import settings_by_name
 from megatron.lm.config.sections.schema import flag
 from megatron.lm.processes import rendezvous
 from megatron.lm.processes.cpu_home import enter_cpu_home
-from megatron.lm.processes.environment import LaunchEnvironment, launch_from_environment
 from megatron.lm.processes.same_settings import check_same_settings
 
 # Collectives time out this much later than the run's watchdog, which prints first: their own errors do not name a rank.
 GRACE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchEnvironment:
+    """Rank and number of processes, in the job and on this machine."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def launch_from_environment(environment: Mapping[str, str] = os.environ) -> LaunchEnvironment:
+    """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them; without any of them there is one process.
+
+    Raises:
+        ValueError: if only one of RANK and WORLD_SIZE is set, a value is not an integer, or a rank is out of range.
+    """
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+        return LaunchEnvironment()
+    rank, world_size = _integer(environment, "RANK"), _integer(environment, "WORLD_SIZE")
+    local_rank = _integer(environment, "LOCAL_RANK", default=rank)
+    local_world_size = _integer(environment, "LOCAL_WORLD_SIZE", default=world_size)
+    for name, value, count_name, count in (
+        ("RANK", rank, "WORLD_SIZE", world_size),
+        ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size),
+    ):
+        if not 0 <= value < count:
+            raise ValueError(f"{name}={value} must be at least 0 and below {count_name}={count}: {_FIX}")
+    return LaunchEnvironment(rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size)
+
+
+_FIX = "start with `torchrun --nproc-per-node N -m megatron.lm.pretrain ...`, or unset RANK and WORLD_SIZE to train on one process"
+
+
+def _integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        state = "is not set beside it" if text is None else f"is {text!r}"
+        raise ValueError(f"{name} {state} but must be an integer: {_FIX}") from None
 
 
 def device() -> torch.device:
@@ -44,17 +89,23 @@ def initialize(config: Config) -> None:
     """
     parallel = config.parallel
     launch = launch_from_environment()
-    backend = _backend(parallel.distributed_backend)
+    backend, cuda = parallel.distributed_backend, torch.cuda.is_available()
+    if backend == "auto":
+        backend = "nccl" if cuda else "gloo"
+    if backend == "nccl" and not cuda:
+        raise ValueError("--distributed-backend nccl requires a CUDA device, but this machine has none: use gloo or auto")
     if launch.world_size % parallel.unit:
         raise ValueError(
             f"{launch.world_size} processes are not a multiple of {parallel.unit}, which the sizes of the grid require "
             f"({', '.join(f'{flag(setting)} {size}' for setting, size in parallel.given.items())}): start one"
         )
     enter_cpu_home()
-    if launch.world_size == 1:
-        _stay_inside()
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if launch.world_size == 1 and loopback is not None:
+        # Each of gloo's groups opens a port, also for one process, by default on the host name's address.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     set_deterministic(config.training.deterministic)
-    if torch.cuda.is_available():
+    if cuda:
         _take_gpu(launch)
     limit = timedelta(minutes=parallel.distributed_timeout_minutes)
     timeout = limit + timedelta(seconds=GRACE_SECONDS)
@@ -83,13 +134,6 @@ def create_groups(parallel: ParallelConfig, virtual_stages: int | None, timeout:
         # The second set of groups over gloo is only for megatron-core's own optimizer checkpoints, and takes seconds to create.
         create_gloo_process_groups=False,
     )
-
-
-def _stay_inside() -> None:
-    """Let gloo listen on the loopback interface: each of its groups opens a port, also for one process, on the host name's address."""
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    if loopback is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 def seed_all(seed: int) -> None:
@@ -132,13 +176,6 @@ def shutdown() -> None:
 def device_waits() -> bool:
     """Return whether collectives wait on the device (NCCL), so that a rank gets no error when another rank has failed."""
     return torch.distributed.is_initialized() and "nccl" in torch.distributed.get_backend()
-
-
-def _backend(name: str) -> str:
-    cuda = torch.cuda.is_available()
-    if name == "nccl" and not cuda:
-        raise ValueError("--distributed-backend nccl requires a CUDA device, but this machine has none: use gloo or auto")
-    return ("nccl" if cuda else "gloo") if name == "auto" else name
 
 
 def _take_gpu(launch: LaunchEnvironment) -> None:

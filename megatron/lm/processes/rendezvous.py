@@ -66,7 +66,10 @@ def join(
                 if rank == 0 and inside is None:
                     _say_open(f"port {port}", "this machine")
         except RuntimeError as error:
-            raise RunStopped(_why(error, host, port, world_size, limit)) from error
+            if "EADDRINUSE" in str(error):
+                fix = "stop the program that listens there, or set another port on all ranks"
+                raise RunStopped(f"MASTER_PORT {port} is in use on {host}: {fix}") from error
+            raise RunStopped(f"{_late(world_size, limit)} ({str(error).strip().partition(chr(10))[0]})") from error
         store.set_timeout(timeout)
     check(store)
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -156,13 +159,6 @@ def _is_loopback(host: str, port: int) -> bool:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in addresses)
     return False
-
-
-def _why(error: RuntimeError, host: str, port: int, world_size: int, limit: timedelta) -> str:
-    if "EADDRINUSE" in str(error):
-        return f"MASTER_PORT {port} is in use on {host}: stop the program that listens there, or set another port on all ranks"
-    first = str(error).strip().partition("\n")[0]
-    return f"{_late(world_size, limit)} ({first})"
 
 
 def meet(store: torch.distributed.Store, rank: int, world_size: int, timeout: timedelta) -> torch.distributed.Store:

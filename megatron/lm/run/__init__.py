@@ -5,9 +5,7 @@ start.py        start from scratch, resume, or start a child of another run
 trainer.py      the training loop: train, evaluate, log, save
 data.py         tokenizer, datasets and batches
 announce.py     what a run prints at its start
-due.py          what is due after a step
-step_watch.py   check every step: skipped steps, loss spikes, requests, and what all ranks do about them
-replicas.py     compare the data-parallel copies of the weights
+step_watch.py   check every step: skipped steps, loss spikes, requests, damaged copies, and what all ranks do about them
 signals.py      requests from outside: signals, the time limit
 rollback.py     roll back to the newest healthy checkpoint
 watchdog.py     detect the rank that is stuck

@@ -16,15 +16,13 @@ class Requests:
     A killed torchrun does not stop its processes, which would still run when the job is restarted. Leaving for that reason is a failure:
     with several torchruns and restarts, the others then wait for the lost one to come back, and restart their processes.
 
-    SIGINT ends the block with KeyboardInterrupt as usual. If Python swallows the exception, as in a `__del__` or an import callback, the
-    next `take` raises it again.
+    SIGINT ends the block with KeyboardInterrupt as usual.
     """
 
     def __init__(self, minutes: float | None) -> None:
         self.minutes = minutes
         self._started = time.monotonic()
         self._asked: set[int] = set()
-        self._interrupted = False
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     @contextlib.contextmanager
@@ -33,8 +31,6 @@ class Requests:
         that is ignored, as SIGHUP under nohup, stays ignored."""
         saving = [number for number in SAVE_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, *saving)}
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # keeps a handler of the host program, or an ignored signal
-            before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
         try:
             yield
         finally:
@@ -46,14 +42,8 @@ class Requests:
         if number == signal.SIGXCPU:
             signal.signal(number, signal.SIG_IGN)  # the kernel repeats it every second
 
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self._interrupted = True
-        raise KeyboardInterrupt
-
     def take(self) -> list[bool]:
         """Return whether SIGTERM came, one of `SAVE_SIGNALS` came since the last call, the time is over, and the launcher is gone."""
-        if self._interrupted:
-            raise KeyboardInterrupt
         save = not self._asked.isdisjoint(SAVE_SIGNALS)
         self._asked.difference_update(SAVE_SIGNALS)
         over = self.minutes is not None and time.monotonic() - self._started >= 60 * self.minutes

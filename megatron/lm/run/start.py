@@ -29,7 +29,13 @@ def with_checkpoint(asked: CheckpointConfig) -> tuple[CheckpointConfig, str | No
     """
     settings, line = rank_0_decides(lambda: _checkpoint_settings(asked))
     if dist.is_initialized() and asked.load is not None:
-        _check_seen(settings, settings.load or asked.load)
+        folder, answers = settings.load or asked.load, [True] * dist.get_world_size()
+        dist.all_gather_object(answers, non_persistent.any_in(settings, Path(folder)))
+        if len(set(answers)) > 1:
+            raise ValueError(
+                f"rank {answers.index(True)} sees a checkpoint in --load {folder}, rank {answers.index(False)} does not: "
+                "use a folder that all machines share"
+            )
     return settings, line
 
 
@@ -84,14 +90,3 @@ def _is_the_child(settings: CheckpointConfig, load: Path, save: Path) -> bool:
         and saved_run.parent.finetune == settings.finetune
         and settings.ckpt_step in (None, saved_run.parent.iteration)
     )
-
-
-def _check_seen(settings: CheckpointConfig, folder: str) -> None:
-    """Raise a ValueError on every rank if some ranks see a checkpoint in the folder and others do not."""
-    answers = [True] * dist.get_world_size()
-    dist.all_gather_object(answers, non_persistent.any_in(settings, Path(folder)))
-    if len(set(answers)) > 1:
-        raise ValueError(
-            f"rank {answers.index(True)} sees a checkpoint in --load {folder}, rank {answers.index(False)} does not: "
-            "use a folder that all machines share"
-        )

@@ -21,9 +21,11 @@ from megatron.lm.training.state import StepResult, Training
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.grad_scaling import NOT_FINITE
+from msamp.comm.replicas import faults
 from msamp.optim.device_flag import DeviceCopy, DeviceFlag
 
 NAMED = 3  # maximum of tensors per rank, and of ranks, in a message
+FAULTS = 8  # maximum of faults of copies in a message
 LAUNCHER_GONE = "torchrun, which started this, is gone"
 
 
@@ -134,15 +136,13 @@ class StepWatch:
         loss_sum, tokens, terminate, save, over, orphaned = step.sums.values().tolist()
         clock = f"--exit-duration-in-mins {self.requests.minutes:g}" if over else None
         leave = "SIGTERM" if terminate else LAUNCHER_GONE if orphaned else clock
-        if step.skipped:
-            searches_scale = self._least is not None and math.isfinite(loss_sum)  # a smaller loss scale may fix it
-            skipped = f"iteration {step.iteration} was skipped: its loss or gradient was non-finite"
-            self.training.problem = None if searches_scale else skipped
-            self._skipped(step)
-            return StepVerdict(save=bool(save), leave=leave)
-        if not tokens:
-            self.training.problem = f"iteration {step.iteration} has no token that counts in the loss"
-            self._empty(step)
+        if step.skipped or not tokens:
+            problem: str | None = f"iteration {step.iteration} has no token that counts in the loss"
+            if step.skipped:
+                searches_scale = self._least is not None and math.isfinite(loss_sum)  # a smaller loss scale may fix it
+                problem = None if searches_scale else f"iteration {step.iteration} was skipped: its loss or gradient was non-finite"
+            self.training.problem = problem
+            (self._skipped if step.skipped else self._empty)(step)
             return StepVerdict(save=bool(save), leave=leave)
         self.in_a_row = 0
         loss = loss_sum / tokens
@@ -220,3 +220,32 @@ def _described(non_finite: dict[int, list[str]]) -> str:
     if len(non_finite) > NAMED:
         parts.append(f"and {len(non_finite) - NAMED} more ranks")
     return "; ".join(parts)
+
+
+def check_replicas(training: Training, iteration: int, *, finite: bool = True) -> None:
+    """Compare the data-parallel copies of every part of the model: before every save, and every
+    `--check-weight-hash-across-dp-replicas-interval` iterations. Collective; waits for the device.
+
+    Args:
+        training: the training state, whose weights are compared.
+        iteration: the last iteration, for the message.
+        finite: whether a NaN or infinite weight is a fault too; a save writes such weights, as an unhealthy checkpoint.
+
+    Raises:
+        RunStopped: on every rank, with tensors and ranks, if copies differ or a weight is NaN or infinite on any rank.
+    """
+    training.optimizer.wait()
+    sync, names = training.grad_sync, parameter_names(training.model)
+    apart = frozenset() if sync.others is None else sync.others.params
+    own_faults = faults({name: p for p, name in names.items() if p not in apart}, sync.peers, finite=finite)
+    if sync.others is not None:  # experts that other ranks do not have
+        own_faults += faults({name: p for p, name in names.items() if p in apart}, sync.others.peers, finite=finite)
+    everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, own_faults)
+    damage = list(dict.fromkeys(line for lines in everywhere for line in lines))  # every rank with a copy reports the same
+    if damage:
+        more = f"; and {len(damage) - FAULTS} more" if len(damage) > FAULTS else ""
+        raise RunStopped(
+            f"the weights are damaged after iteration {iteration}: {'; '.join(damage[:FAULTS])}{more}. No checkpoint was saved after it."
+            " If it is always the same rank, remove its machine and check its memory. Resume from the previous checkpoint with --ckpt-step"
+        )

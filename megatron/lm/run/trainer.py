@@ -5,13 +5,14 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.utils.data import Dataset
 
 from megatron.lm import checkpoint
 from megatron.lm.build import build_training
-from megatron.lm.config import Config
+from megatron.lm.config import CheckpointConfig, Config, TrainingConfig
 from megatron.lm.config.blend_file import describe
 from megatron.lm.config.cli import settings_by_name
 from megatron.lm.config.presets import flops_per_token
@@ -22,8 +23,6 @@ from megatron.lm.graphs import step_graph
 from megatron.lm.processes.agreement import all_or_none, rank_0_decides
 from megatron.lm.run.announce import announce
 from megatron.lm.run.data import RunData
-from megatron.lm.run.due import Due
-from megatron.lm.run.replicas import check_replicas
 from megatron.lm.run.reports import norms
 from megatron.lm.run.reports.log_line import wrapped
 from megatron.lm.run.reports.lost_updates import LostUpdates
@@ -34,7 +33,7 @@ from megatron.lm.run.reports.weights_and_biases import check_installed
 from megatron.lm.run.rollback import Rollback
 from megatron.lm.run.signals import Requests
 from megatron.lm.run.start import with_checkpoint
-from megatron.lm.run.step_watch import LAUNCHER_GONE, StepVerdict, StepWatch
+from megatron.lm.run.step_watch import LAUNCHER_GONE, StepVerdict, StepWatch, check_replicas
 from megatron.lm.run.watchdog import IN_STEP, READING, Watchdog, leave_if_alone
 from megatron.lm.shell.exit_codes import lost_connection
 from megatron.lm.shell.files import not_a_link
@@ -42,6 +41,46 @@ from megatron.lm.shell.logs import cut_after
 from megatron.lm.step import RareStepObserver, evaluate, train_step
 from megatron.lm.training.fp8_guard import check_guard, guarded
 from megatron.lm.training.state import Batches, StepResult
+
+
+class Due(NamedTuple):
+    """Actions that are due after the step of an iteration.
+
+    Attributes:
+        iteration: its number, from 1.
+        last: the end of training; then none of the following is due.
+        evaluation: an evaluation (`--eval-interval`).
+        save: a checkpoint (`--save-interval`).
+        save_non_persistent: a non-persistent checkpoint (`--non-persistent-save-interval`), if no other is due.
+        leave: stop the run (`--exit-interval`).
+        comparison: compare data-parallel copies of the weights (`--check-weight-hash-across-dp-replicas-interval`).
+    """
+
+    iteration: int
+    last: bool
+    evaluation: bool
+    save: bool
+    save_non_persistent: bool
+    leave: bool
+    comparison: bool
+
+    @classmethod
+    def after(cls, iteration: int, iterations: int, training: TrainingConfig, checkpoint: CheckpointConfig) -> "Due":
+        """Return what is due after the step of `iteration`; `iterations`: of the whole run (`Config.iterations`)."""
+        intervals = (
+            training.eval_interval,
+            checkpoint.save_interval,
+            checkpoint.non_persistent_save_interval,
+            training.exit_interval,
+            training.check_weight_hash_across_dp_replicas_interval,
+        )
+        evaluation, save, passing, leave, comparison = (interval is not None and iteration % interval == 0 for interval in intervals)
+        return cls(iteration, iteration == iterations, evaluation, save, passing and not save, leave, comparison)
+
+    @property
+    def verdict(self) -> bool:
+        """Return whether the step must be checked now, because its result is about to be used, instead of after the next launch."""
+        return self.last or self.evaluation or self.save or self.save_non_persistent or self.leave
 
 
 class Trainer:

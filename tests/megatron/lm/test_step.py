@@ -13,8 +13,7 @@ from torch import Tensor
 from helpers import tiny
 from megatron.lm.build import build_training
 from megatron.lm.config import Config
-from megatron.lm.model.gpt import build_model
-from megatron.lm.model.loss import mean_loss
+from megatron.lm.model.gpt import build_model, mean_loss
 from megatron.lm.processes import process_groups
 from megatron.lm.step import evaluate, train_step
 from megatron.lm.training.state import Batches, StepResult, Training

@@ -84,9 +84,11 @@ class Router(CoreRouter):
     def routing(self, logits: Tensor, batch: int = 1) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """logits FP32 [s b, E] of `batch` sequences -> (probabilities FP32 [s b, k], experts int64 [s b, k])."""
         # Without gradients there is no loss: in evaluation, and in the first forward of recomputed layers, whose second one counts.
-        trains = self.training and torch.is_grad_enabled()
-        if trains:
-            logits = self._with_z_loss(logits)
+        trains, coefficient = self.training and torch.is_grad_enabled(), self.config.moe_z_loss_coeff
+        if trains and coefficient:
+            loss = z_loss_func(logits, 1 / self.parts)
+            self.sums[Z] += loss.detach()
+            logits = MoEAuxLossAutoScaler.apply(logits, loss * coefficient)
         probs, experts = self._choose(logits)
         if trains:
             probs = self._with_aux_loss(probs, logits, batch)
@@ -124,14 +126,6 @@ class Router(CoreRouter):
             return torch.softmax(logits, -1)
         scores = torch.sigmoid(logits)
         return scores / (scores.sum(-1, keepdim=True) + 1e-20)
-
-    def _with_z_loss(self, logits: Tensor) -> Tensor:
-        coefficient = self.config.moe_z_loss_coeff
-        if not coefficient:
-            return logits
-        loss = z_loss_func(logits, 1 / self.parts)
-        self.sums[Z] += loss.detach()
-        return MoEAuxLossAutoScaler.apply(logits, loss * coefficient)
 
     def _with_aux_loss(self, probs: Tensor, logits: Tensor, batch: int) -> Tensor:
         """Attach the auxiliary loss to `probs`. Balanced experts have a loss of 1, before the coefficient.

@@ -1,4 +1,4 @@
-"""The log line of a training interval: time, iteration, loss and speed in at most 120 columns.
+"""The log line of a training interval: time, iteration, loss and speed in one line.
 
     10:52:40  iter   200/95368  loss 4.1947  lr 1.2e-04  norm 1.85  143 ms  61.9k tok/s  MFU 42/21%  14.6 GiB  ETA 3:46:40
 
@@ -11,25 +11,10 @@ and more of them.
 
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 WIDTH, SEPARATOR = 120, "  "
-
-
-class Part(NamedTuple):
-    """One field of a line. If the line is wider than `WIDTH`, fields of the highest rank are left out first; 0 is always kept."""
-
-    text: str
-    rank: int = 0
-
-
-def fitted(parts: Sequence[Part]) -> str:
-    """Return a line of the parts that fit into `WIDTH` columns, in their order."""
-    kept = list(parts)
-    while len(SEPARATOR.join(part.text for part in kept)) > WIDTH and any(part.rank for part in kept):
-        kept.remove(max(kept, key=lambda part: part.rank))
-    return SEPARATOR.join(part.text for part in kept)
 
 
 def wrapped(text: str) -> str:
@@ -52,10 +37,6 @@ def short(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def _rate(tflops: float) -> str:
-    return f"{tflops:.3g} TFLOP/s" if tflops >= 0.1 else f"{1e3 * tflops:.2f} GFLOP/s"
-
-
 def train_line(row: Mapping[str, Any], train_iters: int, seconds_left: float) -> str:
     """Return a log line.
 
@@ -65,31 +46,33 @@ def train_line(row: Mapping[str, Any], train_iters: int, seconds_left: float) ->
         seconds_left: until the end of the run.
     """
     shares = [100 * value for name, value in row.items() if name.startswith("mfu_")]
-    speed = f"MFU {'/'.join(f'{share:.0f}' for share in shares)}%" if shares else _rate(row["tflops"])
+    tflops = row["tflops"]
+    speed = f"{tflops:.3g} TFLOP/s" if tflops >= 0.1 else f"{1e3 * tflops:.2f} GFLOP/s"
+    if shares:
+        speed = f"MFU {'/'.join(f'{share:.0f}' for share in shares)}%"
     low, high = f"{row['memory_gib_min']:.1f}", f"{row['memory_gib']:.1f}"
     ms = row["step_ms"]
     step = f"{ms:.1f} ms" if ms < 100 else f"{ms:.0f} ms" if ms < 1e4 else f"{ms / 1e3:.1f} s"
     parts = [
-        Part(time.strftime("%H:%M:%S")),
-        Part(f"iter {row['iteration']:>{len(str(train_iters))}}/{train_iters}"),
-        Part(f"loss {row['loss']:.4f}"),
-        Part(f"lr {row['lr']:.1e}"),
-        *([Part(f"loss scale {row['loss_scale']:g}")] if "loss_scale" in row else []),
-        Part(f"norm {row['grad_norm']:.3g}"),
-        *([Part(f"params {row['params_norm']:.4g}", 1)] if "params_norm" in row else []),
-        *([Part(f"zeros {short(row['num_zeros_in_grad'])}", 1)] if "num_zeros_in_grad" in row else []),
-        *([Part(f"load {row['moe_load_min']:.2f} to {row['moe_load_max']:.2f}", 3)] if "moe_load_max" in row else []),
-        *([Part(f"aux {row['moe_aux_loss']:.4g}", 3)] if row.get("moe_aux_loss") else []),
-        *([Part(f"skipped {row['skipped']}")] if row["skipped"] else []),
-        *([Part(f"{row['eager_steps']} eager", 3)] if row.get("eager_steps") else []),
-        Part(step, 1),
-        Part(f"{short(row['tokens_per_s'])} tok/s", 2),
-        Part(speed, 4),
-        Part(f"{low if low == high else f'{low}-{high}'} GiB", 3),
-        *([Part(f"sent {row['sent_weight_mib']:.2f} MiB", 5)] if row["sent_weight_mib"] else []),
-        Part(f"ETA {duration(seconds_left)}"),
+        time.strftime("%H:%M:%S"),
+        f"iter {row['iteration']:>{len(str(train_iters))}}/{train_iters}",
+        f"loss {row['loss']:.4f}",
+        f"lr {row['lr']:.1e}",
+        *([f"loss scale {row['loss_scale']:g}"] if "loss_scale" in row else []),
+        f"norm {row['grad_norm']:.3g}",
+        *([f"params {row['params_norm']:.4g}"] if "params_norm" in row else []),
+        *([f"zeros {short(row['num_zeros_in_grad'])}"] if "num_zeros_in_grad" in row else []),
+        *([f"load {row['moe_load_min']:.2f} to {row['moe_load_max']:.2f}"] if "moe_load_max" in row else []),
+        *([f"aux {row['moe_aux_loss']:.4g}"] if row.get("moe_aux_loss") else []),
+        *([f"skipped {row['skipped']}"] if row["skipped"] else []),
+        *([f"{row['eager_steps']} eager"] if row.get("eager_steps") else []),
+        step,
+        f"{short(row['tokens_per_s'])} tok/s",
+        speed,
+        f"{low if low == high else f'{low}-{high}'} GiB",
+        f"ETA {duration(seconds_left)}",
     ]
-    return fitted(parts)
+    return SEPARATOR.join(parts)
 
 
 def evaluation_line(row: Mapping[str, Any]) -> str:

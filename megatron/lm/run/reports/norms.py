@@ -44,8 +44,11 @@ class ZerosInGradients:
         if not self.due():
             return
         optimizer = self.training.optimizer
-        counts = [_zeros(holding.grad) for holding in counted(self.training, optimizer.ready()) if holding.grad is not None]
-        total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=_device(self.training))
+        total = torch.zeros((), dtype=torch.int64, device=_device(self.training))
+        for holding in counted(self.training, optimizer.ready()):
+            gradient = holding.grad.payload if isinstance(holding.grad, ScalingTensor) else holding.grad
+            for block in [] if gradient is None else gradient.reshape(-1).split(_BLOCK):
+                total += (block.float() == 0).sum()
         self._counted = self.training.iteration + 1, total
 
     def values(self) -> dict[str, float]:
@@ -72,8 +75,11 @@ class ParametersNorm:
         """Return `params_norm`. Collective."""
         optimizer = self.training.optimizer
         optimizer.wait()
-        squares = [_square_sum(x) for holding in counted(self.training, optimizer.holdings()) for x in [self._values(holding)]]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=_device(self.training))
+        holdings = counted(self.training, optimizer.holdings())
+        blocks = (block for holding in holdings for block in self._values(holding).reshape(-1).split(_BLOCK))
+        total = torch.zeros((), dtype=torch.float64, device=_device(self.training))
+        for block in blocks:
+            total += block.double().square().sum()
         torch.distributed.all_reduce(total)
         return {"params_norm": float(total.sqrt())}
 
@@ -97,18 +103,6 @@ def counted(training: Training, holdings: Sequence[Holding]) -> list[Holding]:
     """Return the `holdings` that this rank counts, so that a sum over all ranks has each element of the model once."""
     every_copy = bool(training.grad_sync.shard)
     return [holding for holding in holdings if training.grid.counts(holding.param, every_copy=every_copy)]
-
-
-def _zeros(gradient: Tensor) -> Tensor:
-    """Return the number of zeros, int64 0-dim."""
-    payload = gradient.payload if isinstance(gradient, ScalingTensor) else gradient
-    return sum(((block.float() == 0).sum() for block in payload.reshape(-1).split(_BLOCK)), torch.zeros((), device=payload.device).long())
-
-
-def _square_sum(values: Tensor) -> Tensor:
-    """Return the sum of squares, FP64 0-dim."""
-    parts = [block.double().square().sum() for block in values.reshape(-1).split(_BLOCK)]
-    return torch.stack(parts).sum()
 
 
 def _device(training: Training) -> torch.device:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron.lm.model.initial import named_globally, parameter_names
 from megatron.lm.model.linear import FP8Gemm
-from megatron.lm.model.moe.fp8_experts import TrainedMatrices
+from megatron.lm.model.moe.layer import TrainedMatrices
 from megatron.lm.run.reports.log_line import wrapped
 from megatron.lm.shell.logs import LogFile, Unwritten
 from megatron.lm.training.gradients import chunks
@@ -149,13 +149,17 @@ class Recorder:
             for _, scales, _ in self.watched:
                 scales.watches.clear()
                 scales.sums.pop("record", None)
-        self._gradients()
+        sync = self.training.grad_sync
+        for p, sent, mean in zip(sync.scaled_params(), *sync.statistics.tallies, strict=True):
+            self._casts[self.names[p], "grad"] = sent
+            if sync.peers.ranks > 1:
+                self._casts[self.names[p], "grad_reduced"] = mean
         flag = self.training.optimizer.skipped()
         casts, rehearsed, updates, mu, sums = self._read()
         skipped = bool(flag)
         gathered = self._gather(casts, rehearsed, updates, mu, skipped, sums)
         experts = {
-            str(layer): {name: _rounded(values) for name, values in numbers.items()}
+            str(layer): {name: [*map(_short, x.tolist())] if x.dim() else _short(float(x)) for name, x in numbers.items()}
             for layer, numbers in self.training.experts.by_layer().items()
         }
         curves = None
@@ -195,13 +199,6 @@ class Recorder:
 
     def _payload(self, stored: Tensor) -> tuple[Tensor, Tensor]:
         return (stored.payload, stored.scale_inv) if isinstance(stored, ScalingTensor) else (stored, self._one)
-
-    def _gradients(self) -> None:
-        sync = self.training.grad_sync
-        for p, own, mean in zip(sync.scaled_params(), *sync.statistics.tallies, strict=True):
-            self._casts[self.names[p], "grad"] = own
-            if sync.peers.ranks > 1:
-                self._casts[self.names[p], "grad_reduced"] = mean
 
     def _read(self) -> tuple[Rows, Rows, Rows, dict[str, float], Rows]:
         """Read all device results in one transfer: casts, casts of the update on copies, updates, mu, sums."""
@@ -336,11 +333,6 @@ def _judge_update(sums: Sequence[float]) -> list[float | None]:
     elements, squares, wanted, product, lost, distance, arrived = sums
     norm, share = math.sqrt(wanted), undelivered_share(distance, arrived)
     return [_short(math.sqrt(squares)), _short(norm), _short(product / norm if norm else 0.0), _short(lost / elements), _short(share)]
-
-
-def _rounded(values: Tensor) -> Any:
-    """Return a number or a list of numbers, as `_short`."""
-    return [_short(value) for value in values.tolist()] if values.dim() else _short(float(values))
 
 
 def _short(value: float) -> float | None:

@@ -15,8 +15,8 @@ from megatron.lm.build import build_training
 from megatron.lm.graphs.replay import WARM_UP
 from megatron.lm.graphs.step_graph import StepGraphs
 from megatron.lm.processes import process_groups
-from megatron.lm.run.replicas import check_replicas
 from megatron.lm.run.reports.norms import ParametersNorm
+from megatron.lm.run.step_watch import check_replicas
 from megatron.lm.step import evaluate, train_step
 from megatron.lm.training.state import Training
 from msamp.comm.bucket import Bucket

@@ -31,7 +31,7 @@ def test_the_layers_at_the_ends_have_no_fp8_and_the_others_stay_fused(prefix: Pa
         assert [isinstance(linears(model, layer)[0].weight, ScalingTensor) for layer in range(4)] == [False, True, False, False]
         made.run()
     said = " ".join(capsys.readouterr().out.split())
-    assert "linear layers: 4 FP8, 12 BF16 (layers 1, 3 and 4 as a whole)" in said
+    assert "linear layers: 4 FP8, 12 BF16 (layers 1, 3, 4 as a whole)" in said
 
 
 def test_what_the_ends_compute_is_o0(prefix: Path):

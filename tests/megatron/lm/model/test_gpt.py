@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from helpers import dist
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
-from megatron.lm.model.gpt import GPT, assemble, transformer_config
-from megatron.lm.model.loss import mean_loss
+from megatron.lm.model.gpt import GPT, assemble, mean_loss, transformer_config
 from megatron.lm.model.spec import LayerOptions, block_spec
 from megatron.lm.processes import process_groups
 from msamp.numerics.recipe import BF16, FP32, Recipe

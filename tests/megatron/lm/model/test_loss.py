@@ -6,7 +6,7 @@ from megatron.core import parallel_state
 
 from helpers import dist
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
-from megatron.lm.model.loss import mean_loss, token_loss
+from megatron.lm.model.gpt import mean_loss, token_loss
 from megatron.lm.processes.process_groups import device, initialize
 
 

@@ -3,7 +3,7 @@ import torch
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.lm.model.norm import LayerNorm, RMSNorm, head_norm_class, norm_class, projection_norm
+from megatron.lm.model.norm import LayerNorm, RMSNorm, head_norm, norm_class
 
 
 def config(sequence_parallel: bool = False, dtype: torch.dtype = torch.float32) -> TransformerConfig:
@@ -48,16 +48,16 @@ def test_norms_of_heads_are_summed_over_the_ranks_that_have_some_of_them(ranks: 
     settings = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, tensor_model_parallel_size=ranks)
     settings.sequence_parallel = sequence_parallel
     for kind, parameters in (("LayerNorm", 2), ("RMSNorm", 1)):
-        norm = head_norm_class(kind)(settings, 4)
+        norm = build_module(head_norm(kind, 1), config=settings, hidden_size=4)
         assert [p.sequence_parallel for p in norm.parameters()] == [ranks > 1] * parameters
         assert isinstance(norm, norm_class(kind))
     with pytest.raises(ValueError, match=r"BatchNorm.*LayerNorm, RMSNorm"):
-        head_norm_class("BatchNorm")
+        head_norm("BatchNorm", 1)
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_a_norm_of_the_projection_is_one_norm_of_all_heads(kind: str):
-    norm = build_module(projection_norm(kind, 3), config=config(), hidden_size=4, eps=1e-3)
+    norm = build_module(head_norm(kind, 3), config=config(), hidden_size=4, eps=1e-3)
     for parameter in norm.parameters():
         torch.nn.init.normal_(parameter)
     x = torch.randn(5, 2, 3, 4, device=norm.weight.device)

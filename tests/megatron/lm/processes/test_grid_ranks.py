@@ -16,7 +16,7 @@ from helpers import dist, tiny
 from megatron.lm.checkpoint import content, rng
 from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.config.sections.precision import build_recipe
-from megatron.lm.model.loss import mean_loss
+from megatron.lm.model.gpt import mean_loss
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.grid import ALONE, Grid, Ranks
 from megatron.lm.training.optimizer import global_norm

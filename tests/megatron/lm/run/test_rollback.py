@@ -166,24 +166,6 @@ def test_the_end_of_torchrun_is_noticed_and_that_of_a_shell_is_not(monkeypatch: 
     assert by_hand.take() == [False, False, False, False]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_that_python_swallows_comes_again():
-    class Swallowing:
-        def __del__(self) -> None:
-            os.kill(os.getpid(), signal.SIGINT)
-            for _ in range(1000):  # until the handler has run
-                pass
-
-    before = signal.getsignal(signal.SIGINT)
-    requests = Requests(None)
-    with requests.listening():
-        swallowing = Swallowing()
-        del swallowing
-        with pytest.raises(KeyboardInterrupt):
-            requests.take()
-    assert signal.getsignal(signal.SIGINT) is before
-
-
 def test_an_interrupt_ends_the_block_and_one_that_is_ignored_stays_so():
     with pytest.raises(KeyboardInterrupt), Requests(None).listening():
         os.kill(os.getpid(), signal.SIGINT)

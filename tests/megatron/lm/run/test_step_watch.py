@@ -21,7 +21,7 @@ from helpers.faulty import FIRST, NORM, Once, at, patched, rolling, saved, signa
 from megatron.lm import pretrain, step
 from megatron.lm.checkpoint.files.folder import iteration_folder, read_info
 from megatron.lm.errors import RunStopped
-from megatron.lm.model.loss import mean_loss
+from megatron.lm.model.gpt import mean_loss
 from megatron.lm.processes.grid import Ranks
 from megatron.lm.run.signals import Requests
 from megatron.lm.run.start import with_checkpoint

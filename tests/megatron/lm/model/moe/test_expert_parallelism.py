@@ -12,7 +12,7 @@ from megatron.lm.build import build_training
 from megatron.lm.data.batch import own_part
 from megatron.lm.model.initial import named_globally
 from megatron.lm.processes.grid import is_expert
-from megatron.lm.run.replicas import check_replicas
+from megatron.lm.run.step_watch import check_replicas
 from megatron.lm.step import train_step
 from megatron.lm.training.gradients import chunks
 from megatron.lm.training.state import Training

@@ -7,7 +7,7 @@ import torch
 
 from helpers import tiny
 from megatron.lm.build import build_training
-from megatron.lm.model.moe.fp8_experts import TrainedMatrices
+from megatron.lm.model.moe.layer import TrainedMatrices
 from megatron.lm.processes import process_groups
 from megatron.lm.step import train_step
 from msamp.numerics.tensor import fp32_values
