@@ -124,12 +124,17 @@ def run(command: Sequence[str], threads: int) -> None:
         raise RunStopped(f"exit code {process.returncode} from: {shlex.join(command)}")
 
 
-def fresh(folder: Path) -> None:
-    """Make `folder` an empty folder; ValueError if it contains anything but an earlier quick start."""
+def check_own(folder: Path) -> None:
+    """Raise a ValueError if `folder` contains anything but an earlier quick start."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: choose another --out")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).is_file():
         raise ValueError(f"{folder} contains files that no earlier quick start wrote: choose another --out")
+
+
+def fresh(folder: Path) -> None:
+    """Make `folder` an empty folder; ValueError as `check_own`."""
+    check_own(folder)
     if folder.is_dir():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
@@ -159,6 +164,8 @@ def quickstart(options: Options) -> int:
     training_flags(LEVELS[0], options)  # bad values are refused before anything is downloaded
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("the report requires matplotlib, which is not installed: pip install matplotlib")
+    for level in LEVELS:
+        check_own(options.out / level)
     say("text and tokenizer")
     run([sys.executable, "-m", "megatron.lm.tools.prepare_text", "quickstart", "--out", str(options.data)], threads=os.cpu_count() or 1)
     runs = train_all(options)

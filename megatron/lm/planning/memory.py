@@ -390,7 +390,7 @@ def slots(stage: int, stages: int, chunks: int, micro_batches: int) -> Sequence[
         return [min(micro_batches, stages - stage)]
     ahead = 2 * (stages - stage - 1) + (chunks - 1) * stages
     under_way, most = [0] * chunks, [0] * chunks
-    for number in range(micro_batches * chunks):
+    for number in range(min(micro_batches * chunks, ahead + 2 * stages * chunks)):  # from `ahead` on, periodic in P V forwards
         chunk = number % (stages * chunks) // stages
         under_way[chunk] += 1
         most[chunk] = max(most[chunk], under_way[chunk])

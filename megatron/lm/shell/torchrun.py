@@ -35,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.run").addFilter(lambda entry: "OMP_NUM_THREADS" not in entry.getMessage())
     words = list(sys.argv[1:] if argv is None else argv)
+    number = re.search(r"--nproc[-_]per[-_]node[= ]([-+]?\d+)", " ".join(words))
+    if number is not None and int(number[1]) < 1:
+        raise ValueError(f"--nproc-per-node is {number[1]}; it must be at least 1, the number of processes on this machine")
     if any(word.startswith(("--rdzv-endpoint", "--rdzv_endpoint")) for word in words):
         os.environ.setdefault(OWN_STORE, "1")
     try:

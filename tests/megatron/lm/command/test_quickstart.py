@@ -93,6 +93,15 @@ def test_verdict(base, other, problems):
     assert all(text.startswith(start) for text, start in zip(found, problems, strict=True))
 
 
+def test_out_is_judged_before_anything_is_downloaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(quickstart, "run", lambda *_, **__: pytest.fail("it began before it looked at --out"))
+    monkeypatch.setattr(quickstart.importlib.util, "find_spec", lambda name: name)
+    (tmp_path / quickstart.LEVELS[1]).mkdir()
+    (tmp_path / quickstart.LEVELS[1] / "thesis.tex").write_text("x")
+    with pytest.raises(ValueError, match="--out"):
+        quickstart.quickstart(quickstart.Options(iters=1, processes=1, out=tmp_path, data=tmp_path / "data"))
+
+
 def test_only_its_own_folders_are_emptied(tmp_path):
     mine, foreign = tmp_path / "mine", tmp_path / "foreign"
     quickstart.fresh(mine)

@@ -223,6 +223,13 @@ def test_in_graphs_each_micro_batch_under_way_has_memory_of_its_own():
     assert stage_activations(interleaved, 0, 8) == sum(count * (3 * layer + 2 * stream + beside) + 2 * stream for count in chunks)
 
 
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (4, 3), (7, 5)])
+def test_a_huge_batch_is_planned_like_a_long_one(stages: int, chunks: int):
+    """Millions of micro-batches were walked through one by one, for every grid."""
+    for stage in range(stages):
+        assert slots(stage, stages, chunks, stages * 10**9) == slots(stage, stages, chunks, stages * 20)
+
+
 def test_full_recomputation_keeps_the_inputs_of_its_units():
     config = flags("--preset 1.3b --opt-level O3 --recompute-granularity full --recompute-method uniform --recompute-num-layers 5")
     layer, stream = layer_activations(config), 2 * 2048 * 4 * 2048

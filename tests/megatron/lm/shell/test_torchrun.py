@@ -42,6 +42,13 @@ def test_a_failure_is_a_line_and_its_code(
     assert capsys.readouterr().err == line
 
 
+@pytest.mark.parametrize("words", [["--nproc-per-node", "0"], ["--nproc-per-node=-1"], ["--nproc_per_node", "0"]], ids=" ".join)
+def test_no_process_is_refused_at_once(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(torch.distributed.run, "main", lambda argv: pytest.fail("torchrun started"))
+    assert torchrun.main([*words, "x.py"]) == 2
+    assert "--nproc-per-node is" in capsys.readouterr().err
+
+
 SCRIPT = """
 import os, signal, sys
 from megatron.lm.shell.arguments import Parser
