@@ -51,6 +51,9 @@ class Bucket:
         cut: whether any parameter has more than one piece.
         own: this rank's slice of the flat buffer.
         flat_pieces: for each piece its parameter, first element there, number of elements, and first element in the flat buffer.
+        packed: packs the gradients, one contiguous tensor per parameter, into the flat buffer, with tallies of its pieces.
+        averaged: packs this rank's slice of the mean over the ranks, from [ranks, own elements] for each parameter: amaxes are of the rows
+            that this rank owns, 0 if it owns none. The mean is summed in FP32, in the order of the ranks, and exists in registers only.
         tables: of the launches over this bucket's gradients.
         gradients: this rank's gradients, by index in `params`; None until backward has produced one.
         waiting: number of gradients that are still missing.
@@ -80,10 +83,10 @@ class Bucket:
             (piece.index, piece.row * (piece.elements // max(1, piece.rows)), piece.elements, piece.start) for piece in self.pieces
         ]
         device = self.params[0].device
-        self._packed = GuessedPack(self.flat_pieces, len(self.params), device, tallied=True)
+        self.packed = GuessedPack(self.flat_pieces, len(self.params), device, tallied=True)
         own_pieces = [(s.index, s.start - self.own.start, s.elements, s.start - self.own.start) for s in self.owned]
-        self._averaged = GuessedPack(own_pieces, len(self.params), device, tallied=False)
-        self.tables = self._packed.tables
+        self.averaged = GuessedPack(own_pieces, len(self.params), device, tallied=False)
+        self.tables = self.packed.tables
         self.clear()
 
     def clear(self) -> None:
@@ -108,43 +111,10 @@ class Bucket:
         start = piece.start - self.own.start
         return own[start : start + piece.elements]
 
-    def measure(self, gradients: Sequence[torch.Tensor], fmt: Format) -> torch.Tensor:
-        """Return the amax of each gradient, FP32 [parameters], +inf for a non-finite one; see `GuessedPack.measure`. `gradients` and `fmt`:
-        as for `flatten`."""
-        return self._packed.measure(gradients, fmt)
-
-    def flatten(self, gradients: Sequence[torch.Tensor], fmt: Format, factor: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the flat buffer with `cast(g * factor)` of each parameter's gradient.
-
-        Args:
-            gradients: contiguous.
-            fmt: of the buffer.
-            factor: FP32 [parameters]; None casts without one.
-        """
-        return self._packed.pack(gradients, fmt, factor)
-
-    def tallies(self, flat: torch.Tensor) -> torch.Tensor | None:
-        """Return the tallies of each piece of the buffer that `flatten` returned last, int64 [pieces, 3]; see `GuessedPack.tallies`."""
-        return self._packed.tallies(flat)
-
-    def measure_mean(self, payloads: torch.Tensor, fmt: Format) -> torch.Tensor:
-        """Return the amax of each parameter's mean over the ranks, FP32 [parameters], of the rows that this rank owns; 0 if it owns none.
-
-        Args:
-            payloads: [ranks, own elements], contiguous: this rank's slice of each rank's flat buffer.
-            fmt: that of `round_mean`.
-        """
-        return self._averaged.measure([payloads] * len(self.params), fmt, ranks=len(payloads))
-
-    def round_mean(self, payloads: torch.Tensor, fmt: Format, factor: torch.Tensor) -> torch.Tensor:
-        """Return `cast(mean * factor)` of this rank's slice, [own elements]; `factor` FP32 [parameters]. The mean over the ranks is summed
-        in FP32, in the order of the ranks, and exists in registers only."""
-        return self._averaged.pack([payloads] * len(self.params), fmt, factor, ranks=len(payloads))
-
     def forget(self) -> None:
         """Drop what was measured and not packed, and the tallies."""
-        self._packed.forget()
-        self._averaged.forget()
+        self.packed.forget()
+        self.averaged.forget()
 
     def unflatten(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return one payload per parameter from the flat buffer, in the parameter's shape: a view if the parameter is not cut."""

@@ -189,7 +189,7 @@ class BucketSender:
         fmt, peers = self.wires[bucket.format].format, self.peers_of(bucket)
         here = [g for g in gradients if g is not None]
         if fmt.scaled and self.autoscale is None and len(here) == len(gradients):  # with an adaptive mu every guess would be wrong
-            proposals = proposals_of(bucket.measure(here, fmt), fmt)
+            proposals = proposals_of(bucket.packed.measure(here, fmt), fmt)
         else:
             device = bucket.params[0].device
             proposals = propose_scales(gradients, fmt, device, bucket.tables, plain=bucket.format.scaled or self._several)

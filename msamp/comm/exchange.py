@@ -39,7 +39,7 @@ class Reduced:
         scale_inv: FP32 [parameters], of the payload; None for a format without scales. Only valid where this rank has the payload.
         before: flat, like `own`: reference values for counting underflow, this rank's own payload. If the exchange sums in FP32, [rows,
             own elements] instead, of which `reference` computes the mean.
-        tallies: int64 [pieces, 3], the counts that packing took of `own` (`Bucket.tallies`) if `own` is what was packed: on one rank.
+        tallies: int64 [pieces, 3], the counts that packing took of `own` (`GuessedPack.tallies`) if `own` is what was packed: on one rank.
             With them the gradient norm needs no further read. None if there are none.
     """
 
@@ -93,7 +93,7 @@ class PlainWire:
         self.format = fmt
 
     def pack(self, bucket: Bucket, gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> torch.Tensor:
-        return bucket.flatten(gradients, self.format, factor)
+        return bucket.packed.pack(gradients, self.format, factor)
 
     def reduce(self, bucket: Bucket, flat: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
         if peers.ranks == 1:
@@ -118,7 +118,7 @@ class FP32SumWire(PlainWire):
 
     def reduce(self, bucket: Bucket, flat: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
         if peers.ranks == 1:
-            return Reduced(flat, flat, inverse(factor), flat, bucket.tallies(flat))
+            return Reduced(flat, flat, inverse(factor), flat, bucket.packed.tallies(flat))
         return self._round(bucket, peers.all_to_all(flat, bucket.sizes, f"the gradients of {bucket}"), factor, peers, shard)
 
     def store(self, bucket: Bucket, mean: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
@@ -127,12 +127,13 @@ class FP32SumWire(PlainWire):
 
     def _round(self, bucket: Bucket, payloads: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
         """Round the mean over the rows of `payloads` [rows, own elements], `factor` times too large, with a scale from its amax."""
-        amax = bucket.measure_mean(payloads, self.format).div_(factor)
+        ranks, rows = len(payloads), [payloads] * len(bucket.params)
+        amax = bucket.averaged.measure(rows, self.format, ranks=ranks).div_(factor)
         if bucket.cut or not shard:  # one scale for all pieces of a tensor, and for all ranks that will have it
             peers.all_reduce(amax, dist.ReduceOp.MAX, f"the amax of the gradients of {bucket}")
         scale = scale_from_amax(amax, self.format.max)
         # The factor is a power of two, so multiplying and dividing by it is exact; only 1 / N may round.
-        own = bucket.round_mean(payloads, self.format, scale / factor)
+        own = bucket.averaged.pack(rows, self.format, scale / factor, ranks=ranks)
         return Reduced(own, None, inverse(scale), payloads)
 
 
@@ -146,7 +147,7 @@ class NCCLWire(FP32SumWire):
     def reduce(self, bucket: Bucket, flat: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
         scale_inv = inverse(factor) / peers.ranks  # factor * N would leave FP32 for gradients near the end of its range
         if peers.ranks == 1:
-            return Reduced(flat, flat, scale_inv, flat, bucket.tallies(flat))
+            return Reduced(flat, flat, scale_inv, flat, bucket.packed.tallies(flat))
         what, before = f"the gradients of {bucket}", flat[bucket.own]
         if not peers.nccl:
             return Reduced(self._sum(peers.all_to_all(flat, bucket.sizes, what)), None, scale_inv, before)

@@ -247,24 +247,21 @@ def _adamw_kernel(
         _keep(kept + 2 * pieces, p_largest, p_new)
 
 
-def _address(x: torch.Tensor) -> int:
-    return (x.payload if isinstance(x, ScalingTensor) else x).data_ptr()
-
-
-def _scale_address(x: torch.Tensor) -> int:
-    return x.scale_inv.data_ptr() if isinstance(x, ScalingTensor) else 0
+def _stored(x: torch.Tensor) -> torch.Tensor:
+    return x.payload if isinstance(x, ScalingTensor) else x
 
 
 def _mantissa(xs: list[torch.Tensor]) -> int:
     """Return the mantissa bits of the tensors' format; 0 if there are none."""
-    return of_dtype((xs[0].payload if isinstance(xs[0], ScalingTensor) else xs[0]).dtype).mantissa_bits if xs else 0
+    return of_dtype(_stored(xs[0]).dtype).mantissa_bits if xs else 0
 
 
 def _table_rows(batch: Batch, columns: Sequence[list[torch.Tensor]], numels: Sequence[int]) -> list[tuple[int, ...]]:
     """Return a `AdamWRow` for each parameter of a batch; `columns` are its gradients, moments, masters and weights, which may be empty."""
     none = [0] * len(numels)
-    grad, m, v, master, weight = ([_address(x) for x in column] or none for column in columns)
-    of_grad, of_m, of_v, of_master, of_weight = ([_scale_address(x) for x in column] or none for column in columns)
+    grad, m, v, master, weight = ([_stored(x).data_ptr() for x in column] or none for column in columns)
+    scales = [[x.scale_inv.data_ptr() if isinstance(x, ScalingTensor) else 0 for x in column] or none for column in columns]
+    of_grad, of_m, of_v, of_master, of_weight = scales
     seeds = {"key": batch.keys or none, "offset": batch.offsets or none}
     return rows_of(
         AdamWRow, numel=numels, grad=grad, m=m, v=v, master=master, weight=weight,
@@ -289,28 +286,46 @@ def constants_of(batch: Batch, m: int, v: int, master: int, rounding: Rounding) 
     return {**constants, "WIDE": wide, "WHOLE": whole}
 
 
+def launch(
+    kernel, tables, key, rows, chunk, batch, inputs, formats, unscaled, *, columns, decoupled, **constants,
+):  # fmt: skip
+    """Compute the tensors' numbers in one launch, and run a kernel over them.
+
+    Args:
+        kernel: `_adamw_kernel`, or another one with its first arguments.
+        key, rows, chunk: as for `Tables.lay_out`; `columns` is the width of its table.
+        formats: mantissa bits by the letters of the kernel.
+        inputs: `hyper`, `amaxes`, `kept`, `coefficient` and `usable` of `adamw`.
+        unscaled: letters of the states without a scale per tensor, which are treated like FP32, as a weight without a scale is.
+        constants: of the kernel.
+    """
+    hyper, amaxes, kept, coefficient, usable = inputs
+    table, parts = tables.lay_out(key, rows, 5, chunk)
+    scalars = torch.empty(len(rows), SCALARS, device=tables.device, dtype=torch.float32)
+    flag, sizes = usable.view(torch.uint8), {"COLUMNS": columns, "SCALARS": SCALARS}
+    scaled_weight = any(isinstance(w, ScalingTensor) for w in batch.weights)
+    scales_of = formats | dict.fromkeys(unscaled if scaled_weight else (*unscaled, "W"), 23)
+    _scalars_kernel[(len(rows),)](
+        table, hyper, amaxes, amaxes.shape[1], kept, kept.shape[1], flag if coefficient is None else coefficient, flag, scalars,
+        CLIP=coefficient is not None, DECOUPLED=decoupled, num_warps=1, enable_fp_fusion=False, **scales_of, **sizes,
+    )  # fmt: skip
+    keep_master = isinstance(batch.masters[0], ScalingTensor) or not decoupled or scaled_weight
+    skipped = 0
+    for owners, aligned in parts:
+        kernel[(owners.numel(),)](
+            table, owners, skipped, scalars, kept, kept.shape[1], flag, KEEP_P=keep_master, DECOUPLED=decoupled, ALIGNED=aligned,
+            HARDWARE=amaxes.is_cuda, enable_fp_fusion=False, **formats, **sizes, **constants,
+        )  # fmt: skip
+        skipped += owners.numel()
+
+
 def adamw(tables, batch, hyper, amaxes, kept, coefficient, usable, *, decoupled, rounding=NEAREST):
     """See the reference twin; `hyper` is FP64 [8], from `hyper_numbers`."""
     columns = (batch.grads, batch.ms, batch.vs, batch.masters, batch.weights)
     rows = _table_rows(batch, columns, [g.numel() for g in batch.grads])
     formats = dict(zip("GMVPW", map(_mantissa, columns), strict=True))
-    drawn = constants_of(batch, formats["M"], formats["V"], formats["P"], rounding)
-    key = ("adamw", batch.indices[0], *formats.values())
-    table, parts = tables.lay_out(key, rows, 5, CHUNK)
-    scalars = torch.empty(len(rows), SCALARS, device=tables.device, dtype=torch.float32)
-    flag, sizes = usable.view(torch.uint8), {"COLUMNS": COLUMNS, "SCALARS": SCALARS}
-    # A plain FP16 weight has no scale, so it is treated like FP32.
-    scales_of = formats if any(isinstance(w, ScalingTensor) for w in batch.weights) else formats | {"W": 23}
-    _scalars_kernel[(len(rows),)](
-        table, hyper, amaxes, amaxes.shape[1], kept, kept.shape[1], flag if coefficient is None else coefficient, flag, scalars,
-        CLIP=coefficient is not None, DECOUPLED=decoupled, num_warps=1, enable_fp_fusion=False, **scales_of, **sizes,
+    launch(
+        _adamw_kernel, tables, ("adamw", batch.indices[0], *formats.values()), rows, CHUNK, batch,
+        (hyper, amaxes, kept, coefficient, usable), formats, "", columns=COLUMNS, decoupled=decoupled, BLOCK=BLOCK, CHUNK=CHUNK,
+        num_warps=WARPS, maxnreg=REGISTERS, **constants_of(batch, formats["M"], formats["V"], formats["P"], rounding),
     )  # fmt: skip
-    keep_master = isinstance(batch.masters[0], ScalingTensor) or not decoupled or any(isinstance(w, ScalingTensor) for w in batch.weights)
-    skipped = 0
-    for owners, aligned in parts:
-        _adamw_kernel[(owners.numel(),)](
-            table, owners, skipped, scalars, kept, kept.shape[1], flag, KEEP_P=keep_master, DECOUPLED=decoupled, ALIGNED=aligned,
-            HARDWARE=amaxes.is_cuda, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
-            **formats, **sizes, **drawn,
-        )  # fmt: skip
-        skipped += owners.numel()

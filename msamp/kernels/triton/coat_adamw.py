@@ -23,12 +23,12 @@ from msamp.kernels.triton.adamw import (
     _table_rows,
     _within,
     constants_of,
+    launch,
 )
-from msamp.kernels.triton.adamw_scalars import COLUMNS, ROW, SCALARS, _scalars_kernel
+from msamp.kernels.triton.adamw_scalars import COLUMNS, ROW
 from msamp.kernels.triton.pack import HEAD, _payload, _pointer, _value
 from msamp.kernels.triton.store import _draws, _fallen, _store_m, _store_v
 from msamp.numerics.range_expand import STATE_GROUP, Expanded
-from msamp.numerics.tensor import ScalingTensor
 
 GROUP = STATE_GROUP.size
 TILE, CHUNK = 2, 32  # groups per iteration and per program
@@ -240,10 +240,6 @@ def _coat_adamw_kernel(
         _keep(kept + 2 * pieces, tl.ravel(p_reached), p_new)
 
 
-def _plain(states: list[torch.Tensor | Expanded]) -> list[torch.Tensor]:
-    return [state.payload if isinstance(state, Expanded) else state for state in states]
-
-
 def _beside(states: Sequence[torch.Tensor | Expanded]) -> tuple[list[int], list[int]]:
     """Return the addresses of maxima and exponents, 0 if a state has none."""
     parts = [(state.max.data_ptr(), state.k.data_ptr()) if isinstance(state, Expanded) else (0, 0) for state in states]
@@ -260,30 +256,16 @@ def _size(shape: torch.Size) -> int:
 def coat_adamw(tables, batch, hyper, amaxes, kept, coefficient, usable, *, decoupled, rounding=NEAREST):
     """See the reference twin; `hyper` is FP64 [8], from `hyper_numbers`."""
     m_coat, v_coat = (isinstance(states[0], Expanded) for states in (batch.ms, batch.vs))
-    columns = (batch.grads, _plain(batch.ms), _plain(batch.vs), batch.masters, batch.weights)
+    moments = ([x.payload if isinstance(x, Expanded) else x for x in states] for states in (batch.ms, batch.vs))
+    columns = (batch.grads, *moments, batch.masters, batch.weights)
     (m_max, m_k), (v_max, v_k) = _beside(batch.ms), _beside(batch.vs)
     groups = rows_of(MomentGroups, length=[(g.shape or (1,))[-1] for g in batch.grads], m_max=m_max, m_k=m_k, v_max=v_max, v_k=v_k)
     rows = [(*row, *of) for row, of in zip(_table_rows(batch, columns, [_size(g.shape) for g in batch.grads]), groups, strict=True)]
     formats = dict(zip("GMVPW", map(_mantissa, columns), strict=True))
     drawn = constants_of(batch, 23 if m_coat else formats["M"], 23 if v_coat else formats["V"], formats["P"], rounding)
-    key = ("coat_adamw", batch.indices[0], m_coat, v_coat, *formats.values())
-    table, parts = tables.lay_out(key, rows, 5, CHUNK * GROUP)
-    scalars = torch.empty(len(rows), SCALARS, device=tables.device, dtype=torch.float32)
-    flag, sizes = usable.view(torch.uint8), {"COLUMNS": WIDTH, "SCALARS": SCALARS}
-    # COAT's moments and a plain FP16 weight have no scale per tensor, so they are treated like FP32 here.
-    scaled = {"M": not m_coat, "V": not v_coat, "W": any(isinstance(w, ScalingTensor) for w in batch.weights)}
-    scales_of = formats | {name: 23 for name, has in scaled.items() if not has}
-    _scalars_kernel[(len(rows),)](
-        table, hyper, amaxes, amaxes.shape[1], kept, kept.shape[1], flag if coefficient is None else coefficient, flag, scalars,
-        CLIP=coefficient is not None, DECOUPLED=decoupled, num_warps=1, enable_fp_fusion=False, **scales_of, **sizes,
-    )  # fmt: skip
-    keep_master = isinstance(batch.masters[0], ScalingTensor) or not decoupled or any(isinstance(w, ScalingTensor) for w in batch.weights)
     full = all(g.shape and g.shape[-1] % GROUP == 0 for g in batch.grads)
-    skipped = 0
-    for owners, aligned in parts:
-        _coat_adamw_kernel[(owners.numel(),)](
-            table, owners, skipped, scalars, kept, kept.shape[1], flag, KEEP_P=keep_master, M_COAT=m_coat, V_COAT=v_coat,
-            DECOUPLED=decoupled, ALIGNED=aligned, FULL=full, HARDWARE=amaxes.is_cuda, GROUP=GROUP, TILE=TILE, CHUNK=CHUNK,
-            num_warps=WARPS, enable_fp_fusion=False, **formats, **sizes, **drawn,
-        )  # fmt: skip
-        skipped += owners.numel()
+    launch(
+        _coat_adamw_kernel, tables, ("coat_adamw", batch.indices[0], m_coat, v_coat, *formats.values()), rows, CHUNK * GROUP, batch,
+        (hyper, amaxes, kept, coefficient, usable), formats, "M" * m_coat + "V" * v_coat, columns=WIDTH, decoupled=decoupled,
+        M_COAT=m_coat, V_COAT=v_coat, FULL=full, GROUP=GROUP, TILE=TILE, CHUNK=CHUNK, num_warps=WARPS, **drawn,
+    )  # fmt: skip

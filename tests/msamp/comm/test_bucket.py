@@ -48,7 +48,7 @@ def test_flat_buffer_holds_the_casts_of_the_rows_of_every_piece(fmt, ranks):
     factor = torch.tensor([3.0**-i for i in range(len(SHAPES))]) if fmt.scaled else None
     made = gradients(torch.bfloat16)
     values = [quantize(g, 1.0 if factor is None else factor[i], fmt) for i, g in enumerate(made)]
-    flat = bucket.flatten(made, fmt, factor)
+    flat = bucket.packed.pack(made, fmt, factor)
     ordered = sorted(pieces, key=lambda piece: (piece.owner, piece.tensor, piece.row))
     rows = [values[i][row : row + rows] if values[i].dim() else values[i] for i, row, rows, _ in ordered]
     assert flat.dtype is fmt.dtype
@@ -59,7 +59,7 @@ def test_flat_buffer_holds_the_casts_of_the_rows_of_every_piece(fmt, ranks):
 def test_unflatten_is_the_way_back(fmt, ranks):
     bucket, _ = planned(ranks)
     values = [quantize(g, 1.0, fmt) for g in gradients(torch.float32)]
-    back = bucket.unflatten(bucket.flatten(gradients(torch.float32), fmt))
+    back = bucket.unflatten(bucket.packed.pack(gradients(torch.float32), fmt))
     for x, y in zip(values, back, strict=True):
         assert y.shape == x.shape
         assert y.dtype is x.dtype
@@ -73,15 +73,15 @@ def test_a_guess_changes_no_bit(fmt, ranks):
     made = gradients(torch.bfloat16)
     factor = torch.tensor([2.0**-i for i in range(len(SHAPES))])
     for step_factor in (factor, factor, torch.where(torch.arange(len(SHAPES)) % 2 == 0, factor, 2 * factor)):
-        want = planned(ranks)[0].flatten(made, fmt, step_factor)
-        amaxes = bucket.measure(made, fmt)
+        want = planned(ranks)[0].packed.pack(made, fmt, step_factor)
+        amaxes = bucket.packed.measure(made, fmt)
         assert amaxes.tolist() == [float(g.abs().max()) if g.numel() else 0.0 for g in made]
-        flat = bucket.flatten(made, fmt, step_factor)
+        flat = bucket.packed.pack(made, fmt, step_factor)
         assert bits(flat).equal(bits(want))
         if fmt != E4M3:
-            assert bucket.tallies(flat) is None
+            assert bucket.packed.tallies(flat) is None
             continue
-        for piece, (largest, *squares) in zip(bucket.pieces, bucket.tallies(flat), strict=True):
+        for piece, (largest, *squares) in zip(bucket.pieces, bucket.packed.tallies(flat), strict=True):
             codes = want[piece.start : piece.start + piece.elements]
             stats, sums = grad_stats(None, [ScalingTensor(codes, torch.ones(()))])
             assert largest.to(torch.int32).view(torch.float32) == stats[0, 0]
@@ -92,25 +92,25 @@ def test_gradients_that_change_after_they_were_measured_are_packed_as_they_are()
     bucket, factor = planned(1)[0], torch.full((len(SHAPES),), 0.5)
     for _ in range(2):  # the second time the guess is right
         made = gradients(torch.bfloat16)
-        bucket.measure(made, E4M3)
+        bucket.packed.measure(made, E4M3)
         for g in made:
             g.mul_(0.75)
-        assert bits(bucket.flatten(made, E4M3, factor)).equal(bits(planned(1)[0].flatten(made, E4M3, factor)))
-        bucket.measure(made, E4M3)
-        bucket.flatten(made, E4M3, factor)
+        assert bits(bucket.packed.pack(made, E4M3, factor)).equal(bits(planned(1)[0].packed.pack(made, E4M3, factor)))
+        bucket.packed.measure(made, E4M3)
+        bucket.packed.pack(made, E4M3, factor)
 
 
 def test_what_was_told_of_a_buffer_holds_until_it_changes():
     bucket, made, factor = planned(1)[0], gradients(torch.bfloat16), torch.full((len(SHAPES),), 0.5)
-    bucket.measure(made, E4M3)
-    flat = bucket.flatten(made, E4M3, factor)
-    assert bucket.tallies(flat.clone()) is None
-    assert bucket.tallies(flat).shape == (len(bucket.pieces), 3)
+    bucket.packed.measure(made, E4M3)
+    flat = bucket.packed.pack(made, E4M3, factor)
+    assert bucket.packed.tallies(flat.clone()) is None
+    assert bucket.packed.tallies(flat).shape == (len(bucket.pieces), 3)
     flat[:7].view(torch.uint8).zero_()
-    assert bucket.tallies(flat) is None
-    bucket.measure(made, E4M3)
+    assert bucket.packed.tallies(flat) is None
+    bucket.packed.measure(made, E4M3)
     bucket.forget()
-    assert bucket.tallies(bucket.flatten(made, E4M3, factor)) is None
+    assert bucket.packed.tallies(bucket.packed.pack(made, E4M3, factor)) is None
 
 
 SPANS = [(0, 0, 40, 0), (2, 40, 25, 40)]  # the second of three tensors has no run

@@ -33,7 +33,7 @@ def by_hand(values: list[float], payload: list[float], fmt: Format) -> tuple[int
 def test_a_packed_bucket_is_counted_in_its_place_and_absent_tensors_are_not(fmt):
     statistics = Statistics([1, 12, 12, 12], CPU, always=True)
     bucket = Bucket([torch.zeros(12) for _ in "abc"], list("abc"), fmt, [Piece(i, 0, 12, 0) for i in range(3)], 1, 0)
-    flat = bucket.flatten([planted(fmt), planted(fmt), torch.zeros(12)], fmt)
+    flat = bucket.packed.pack([planted(fmt), planted(fmt), torch.zeros(12)], fmt)
     statistics.observe_packed(1, bucket, [planted(fmt), None, torch.zeros(12)], flat, torch.ones(3))
     assert statistics.counts[:, 1].tolist() == [9, 3, 2, 0, 0, 0]
     assert not statistics.counts[:, [0, 2, 3]].any()
@@ -48,7 +48,7 @@ def test_pieces_of_a_sum_add_up_to_their_tensor(fmt, rank):
     values = planted(fmt)
     params = [torch.zeros(3), torch.zeros(3, 4)]
     bucket = Bucket(params, ["a", "b"], fmt, [Piece(0, 0, 3, 1), Piece(1, 0, 1, 1), Piece(1, 1, 1, 1), Piece(1, 2, 1, 0)], 2, rank)
-    flat = bucket.flatten([values[:3], values.view(3, 4)], FP32)
+    flat = bucket.packed.pack([values[:3], values.view(3, 4)], FP32)
     payload = quantize(flat, 1.0, fmt)
     statistics = Statistics([5, 3, 12], CPU, always=True)
     reduced = Reduced(payload[bucket.own], None, None, flat[bucket.own])
@@ -89,10 +89,10 @@ def test_tallies_are_the_definitions_of_payload_and_sum(fmt):
     statistics = Statistics([5, 3, 12], CPU, always=False)
     statistics.watch(False, record=True)
     assert statistics.active
-    statistics.observe_packed(1, bucket, [None, gradients[1]], bucket.flatten(gradients, fmt, factor), factor)
-    own = quantize(bucket.flatten(gradients, FP32), 8.0, fmt)
+    statistics.observe_packed(1, bucket, [None, gradients[1]], bucket.packed.pack(gradients, fmt, factor), factor)
+    own = quantize(bucket.packed.pack(gradients, FP32), 8.0, fmt)
     scale_inv = torch.full((2,), 1 / 8)
-    reduced = Reduced(own, None, scale_inv, bucket.flatten(gradients, FP32) * 4.0)
+    reduced = Reduced(own, None, scale_inv, bucket.packed.pack(gradients, FP32) * 4.0)
     statistics.observe_reduced(1, bucket, reduced, factor, ranks=2, fp32_sum=True)
     assert not statistics.tallies[:, 0].any()
     assert not statistics.tallies[0, 1].any()
