@@ -9,6 +9,7 @@ import torch
 from helpers import hosts, texts
 from megatron.lm.checkpoint import load_for_inference
 from megatron.lm.evaluation.models import CheckpointModel, FolderModel, opened
+from megatron.lm.evaluation.scoring_model import ScoringModel
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.cpu_home import cpu_home
 
@@ -68,6 +69,12 @@ def test_an_export_scores_as_its_checkpoint(made: dict[str, Path], ours: str, th
 def test_what_cannot_be_scored_is_refused(made: dict[str, Path], sequence: list[int], start: int):
     with opened(made["fp32"]) as model, pytest.raises(ValueError, match=f"a sequence of {len(sequence)} tokens from position {start}"):
         model.score([sequence], [start])
+
+
+def test_a_model_that_diverged_is_refused(made: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ScoringModel, "head", lambda self, hidden: torch.full((len(hidden), 64), float("nan")))
+    with opened(made["fp32"]) as model, pytest.raises(ValueError, match="diverged"):
+        model.score([[1, 2]], [1])
 
 
 def test_what_is_neither_is_refused(tmp_path: Path, made: dict[str, Path]):

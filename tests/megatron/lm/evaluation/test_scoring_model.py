@@ -43,6 +43,7 @@ def logits(model: GPT, sequences: list[list[int]]) -> list[Tensor]:
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     *((name, "fp32", {}) for name in hf_models.MODELS),
     *(("llama", level, {}) for level in LEVELS[1:]),
+    ("mixtral", "fp32", SHARED),
     ("mixtral", "O3", SHARED),
     ("gpt_neox", "fp32", {"squared_relu": True, "position_embedding_type": "none", "disable_bias_linear": True, "add_qkv_bias": True}),
 ]

@@ -54,6 +54,8 @@ def test_without_eod_and_without_empty_documents(tmp_path):
     counts = write_datasets(documents("1 2", "  ", "69000"), {"text": tmp_path / "p"}, options, workers=0)["text"]
     assert contents(tmp_path / "p") == [[1, 2], [69000]]
     assert (counts.documents, counts.dtype, counts.text_bytes) == (2, "int32", 8)
+    arabic = write_datasets(documents("1 \u0663"), {"text": tmp_path / "q"}, options, workers=0)["text"]
+    assert arabic.text_bytes == 4, "bytes of UTF-8, not characters"
 
 
 def test_each_key_makes_a_dataset(tmp_path):

@@ -62,7 +62,7 @@ def test_gpt2_and_tokenizer_json_agree_with_the_library(folder: Path):
     reference = trained()
     for ours in (gpt2(folder), of("HuggingFaceTokenizer", folder), of("HuggingFaceTokenizer", folder / "tokenizer.json")):
         assert ours.tokenize(TEXT) == reference.encode(TEXT).ids
-        assert ours.detokenize(ours.tokenize(TEXT)) == TEXT
+        assert ours.detokenize([*ours.tokenize(TEXT), ours.eod]) == TEXT + END_OF_TEXT
         assert (ours.vocab_size, ours.eod) == (reference.get_vocab_size(), 0)
         assert json.loads(json.dumps(ours.unique_identifiers))["vocab_size"] == ours.vocab_size
 
@@ -146,6 +146,16 @@ def test_spelling_of_a_special_token_in_text_is_text_and_readers_get_it_pickled(
             assert ours.eod not in ids
             assert ours.detokenize(ids) == f"a {token} b"
         assert pickle.loads(pickle.dumps(ours)).tokenize(TEXT) == ours.tokenize(TEXT)
+
+
+def test_byte_pairs_of_two_kinds_share_no_index_cache_and_the_default_pattern_parts_words_at_capitals(folder: Path):
+    classes = [ours.unique_identifiers["class"] for ours in (gpt2(folder), tik(token_list(folder)))]
+    assert classes == ["GPT2BPETokenizer", "TikTokenizer"]
+    tokens = [*(bytes([byte]) for byte in range(256)), b"aB"]
+    content = [{"rank": i, "token_bytes": base64.b64encode(token).decode(), "token_str": None} for i, token in enumerate(tokens)]
+    (folder / "capitals.json").write_text(json.dumps(content))
+    sizes = [len(tik(folder / "capitals.json", 277, tiktoken_pattern=pattern).tokenize("aB")) for pattern in (None, "v1", "v2")]
+    assert sizes == [2, 1, 2]
 
 
 def test_words_begin_with_a_space_or_where_the_vocabulary_says_so(folder: Path, pieces: Path):

@@ -15,7 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from helpers import tiny
+from helpers import dist, tiny
 from megatron.lm.config import Config
 from megatron.lm.config.presets import flops_per_token
 from megatron.lm.errors import RunStopped
@@ -108,6 +108,39 @@ def test_the_arithmetic_of_an_interval(one_process: None, monkeypatch: pytest.Mo
         r"  \d+\.\d GiB  ETA 0:00:16\n",
         line,
     ), line
+
+
+def test_a_resumed_run_counts_skipped_steps_on_tells_its_own_time_and_reports_its_last_iteration(
+    one_process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    clock = Clock(monkeypatch)
+    made = new(tiny.config("corpus", log_interval=2, train_iters=9), iteration=5, skipped=3)
+    made.grad_sync.autoscale = SimpleNamespace(mu=torch.tensor([0.5, 2.0]))  # type: ignore[assignment]
+    rows = collect(made)
+    clock.pass_(4.0)
+    made.record(result(1.0, 1.0, skipped=True, eager=True), 6)
+    clock.pass_(4.0)
+    made.record(result(1.0, 1.0, eager=False), 7)
+    clock.pass_(10.0)
+    made.pause(6.0)  # an evaluation
+    made.record(result(1.0, 1.0, eager=False), 8)
+    clock.pass_(4.0)
+    made.record(result(1.0, 1.0), 9)
+    assert [(row["iteration"], row["skipped"]) for row in rows] == [(6, 4), (8, 4), (9, 4)]
+    assert [row["step_ms"] for row in rows[:2]] == pytest.approx([4000, 4000])
+    assert [row["eager_steps"] for row in rows[:2]] == [1, 0]
+    assert (rows[0]["mu_min"], rows[0]["mu_max"]) == (0.5, 2.0)
+    assert re.findall(r"ETA (\S+)", capsys.readouterr().out)[0] == "0:00:12"  # three steps of the four that this start has
+    made.evaluation("valid", 9, math.log(2), None)
+    assert rows[-1]["ppl"] == pytest.approx(2)
+
+
+def least_and_most_of_two() -> tuple[float, float]:
+    return metrics.least_and_most(1.0 + torch.distributed.get_rank())
+
+
+def test_memory_is_the_least_and_the_most_of_the_ranks():
+    assert dist.run(least_and_most_of_two, 2) == [(1.0, 2.0)] * 2
 
 
 def test_rows_of_the_metrics_file(prefix: Path, tmp_path: Path):
