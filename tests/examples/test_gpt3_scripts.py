@@ -147,6 +147,23 @@ def test_several_machines_by_hand(prefix, python):
     assert " ".join(launch[2:]) == "--nnodes 4 --node-rank 3 --nproc-per-node 8 --master-addr first --master-port 29500"
 
 
+def test_under_srun_a_task_is_a_rank_or_a_machine_and_flags_that_follow_override(prefix, python, tmp_path):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/bash\nprintf "gpu1\\ngpu2\\n"\n', encoding="utf-8")
+    scontrol.chmod(0o755)
+    job = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_STEP_ID": 0, "SLURM_JOB_ID": 20007, "SLURM_NNODES": 4, "SLURM_NODEID": 2}
+    more = {"PYTHON": python, "DATA": prefix, **job}
+    launch, flags, environment = called(start("7b", "--lr", "1e-3", SLURM_NTASKS=32, SLURM_PROCID=17, SLURM_LOCALID="01", **more))
+    assert launch == []
+    assert (
+        environment.items() >= {"RANK": "17", "WORLD_SIZE": "32", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu1", "MASTER_PORT": "20007"}.items()
+    )
+    assert parse_args(flags).optimizer.lr == 1e-3
+    launch, _, environment = called(start("7b", SLURM_NTASKS=4, SLURM_PROCID=2, SLURM_LOCALID=0, **more))
+    assert " ".join(launch[2:]) == "--nnodes 4 --node-rank 2 --nproc-per-node 8 --master-addr gpu1 --master-port 20007"
+    assert environment["RANK"] == ""
+
+
 # At a toy size
 
 
