@@ -136,12 +136,10 @@ def installs(words: list[str]) -> None:
             assert [extra for extra in word[2:-1].split(",") if f'        "{extra}": [' not in setup] == []
 
 
-@pytest.mark.parametrize("page", dict.fromkeys(command.page for command in of("python", "python3", ".venv/bin/python")))
-def test_a_python_program_takes_its_flags(page: str):
+def test_python_programs_take_their_flags():
     for command in of("python", "python3", ".venv/bin/python"):
-        if command.page == page:
-            with pytest.MonkeyPatch.context() as patch:
-                python_program(command, patch)
+        with pytest.MonkeyPatch.context() as patch:
+            python_program(command, patch)
 
 
 def python_program(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

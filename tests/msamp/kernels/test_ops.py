@@ -154,8 +154,8 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_schema_and_fake_agree_with_what_runs_and_a_dispatch_mode_sees_it(name, device):
+def check_schema_fake_and_dispatch(name, device):
+    """Schema and fake agree with what runs, and a dispatch mode sees it."""
     args, flags = arguments(device)[name], FLAGS.get(name, {})
     if name not in FP8_OPERANDS:
         torch.library.opcheck(getattr(torch.ops.msamp, name).default, args, flags, test_utils="test_schema")
@@ -171,6 +171,7 @@ def test_schema_and_fake_agree_with_what_runs_and_a_dispatch_mode_sees_it(name, 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_table_gives_what_the_twin_gives_with_and_without_the_dispatcher(name, device):
+    check_schema_fake_and_dispatch(name, device)
     args, plain, same, flags = *(arguments(device)[name] for _ in range(3)), FLAGS.get(name, {})
     results = outputs(getattr(torch.ops.msamp, name).default(*args, **flags))
     with torch.no_grad():

@@ -204,13 +204,13 @@ def test_a_block_that_is_not_finite_shows_in_what_it_enters_and_nowhere_else(rul
 
 
 @every_setting
-@pytest.mark.parametrize("shape", [(0, 16, 32), (16, 0, 32), (16, 32, 0)], ids=str)
-def test_blocks_of_no_rows_no_columns_and_an_empty_sum(rule, left, right, shape, device):
-    M, N, K = shape
-    a, b = in_blocks(torch.zeros(M, K, device=device), left, rule), in_blocks(torch.zeros(N, K, device=device), right, rule)
-    out = block_product(a, b, left, right, torch.bfloat16)
-    assert out.shape == (M, N)
-    assert out.eq(0).all()
+def test_blocks_of_no_rows_no_columns_and_an_empty_sum(rule, left, right, device):
+    for shape in ((0, 16, 32), (16, 0, 32), (16, 32, 0)):
+        M, N, K = shape
+        a, b = in_blocks(torch.zeros(M, K, device=device), left, rule), in_blocks(torch.zeros(N, K, device=device), right, rule)
+        out = block_product(a, b, left, right, torch.bfloat16)
+        assert out.shape == (M, N)
+        assert out.eq(0).all()
 
 
 @pytest.mark.parametrize("native", [True, False])

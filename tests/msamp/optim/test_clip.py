@@ -64,11 +64,10 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("name", VALUES)
-def test_the_norm_is_that_of_fp64(name, device):
-    x = VALUES[name]
-    assert x.isfinite().all()
-    assert grad_norm([x.to(device)]).item() == pytest.approx(x.double().norm().item(), rel=1e-12, abs=0)
+def test_the_norm_is_that_of_fp64(device):
+    for name, x in VALUES.items():
+        assert x.isfinite().all()
+        assert grad_norm([x.to(device)]).item() == pytest.approx(x.double().norm().item(), rel=1e-12, abs=0), name
 
 
 def total(parts: list[torch.Tensor], whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,7 +21,8 @@ from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.states import is_own_master
 
 LEVELS = ("fp32", "fp16-amp", "bf16", "O1", "O2", "O3")
-PAIRS = [pair for pair in itertools.product(LEVELS, LEVELS) if pair[0] != pair[1]]
+# Each level to the next and back.
+PAIRS = [pair for level, other in itertools.pairwise((*LEVELS, LEVELS[0])) for pair in ((level, other), (other, level))]
 # Of Collage's options the largest relative error of a weight and of a second moment when they come from FP32: half a step of BF16, or of
 # the second component, which is at most half a step of the first; E4M3's error is at most 1/16 of that half.
 ONE, TWO, EIGHT_BITS = 2.0**-8, 2.0**-16, 2.0**-12

@@ -38,11 +38,11 @@ def usage_error(capsys, argv):
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [REQUIRED, REQUIRED + EVERYTHING, *(["--preset", name] for name in PRESETS)], ids=" ".join)
-def test_round_trips(argv):
-    config = parse_args(argv)
-    assert parse_args(to_argv(config)) == config
-    assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
+def test_round_trips():
+    for argv in (REQUIRED, REQUIRED + EVERYTHING, *(["--preset", name] for name in PRESETS)):
+        config = parse_args(argv)
+        assert parse_args(to_argv(config)) == config
+        assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
 
 
 def test_a_kept_parser_serves_its_own_preset_alone():

@@ -308,9 +308,11 @@ def test_two_processes_train_as_one(two, one, name: str):
 
 @pytest.mark.nightly(6)
 @pytest.mark.timeout(2700)  # of all runs, which the first test starts
-@pytest.mark.parametrize("name", TWO_SLOW)
-def test_every_recipe_on_two_processes(two_slow, one, name: str):
-    check(two_slow, name, TWO_SLOW[name], one)
+@pytest.mark.parametrize("recipe", LIMITS)
+def test_every_recipe_on_two_processes(two_slow, one, recipe: str):
+    for name, case in TWO_SLOW.items():
+        if case[0] == recipe:
+            check(two_slow, name, case, one)
 
 
 @pytest.mark.nightly
@@ -324,9 +326,11 @@ def test_bits_do_not_depend_on_the_run_nor_on_recomputation(two, two_slow, a: st
 
 @pytest.mark.nightly(12)
 @pytest.mark.timeout(2700)
-@pytest.mark.parametrize("name", FOUR)
-def test_every_recipe_on_four_processes(four, one, name: str):
-    check([rank["runs"] for rank in four], name, FOUR[name], one)
+@pytest.mark.parametrize("recipe", LIMITS)
+def test_every_recipe_on_four_processes(four, one, recipe: str):
+    for name, case in FOUR.items():
+        if case[0] == recipe:
+            check([rank["runs"] for rank in four], name, case, one)
 
 
 @pytest.mark.nightly

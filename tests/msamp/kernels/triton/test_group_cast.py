@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from helpers.choices import every_pair
+from helpers.choices import each_once
 from helpers.numerics import bits, codes, every_bf16, make, random_floats
 from msamp.kernels.reference import group_cast as twin
 from msamp.numerics.formats import E4M3, E5M2
@@ -40,10 +40,7 @@ def assert_same(x: torch.Tensor, size: int, fmt) -> None:
         assert bits(back).equal(bits(expected))
 
 
-@every_pair
-@every_fp8
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", RAGGED, ids=str)
+@each_once(fmt=[E4M3, E5M2], dtype=[torch.float32, torch.bfloat16, torch.float16], shape=RAGGED)
 def test_ragged_shapes(fmt, dtype, shape, triton_device):
     assert_same(make("log-normal", shape, device=triton_device).to(dtype), 16, fmt)
 

@@ -5,7 +5,6 @@ import importlib
 import pytest
 import torch
 
-from helpers.choices import every_pair
 from helpers.numerics import bits, random_floats
 from msamp.kernels.reference.scale_from_amax import scale_from_amax as twin
 from msamp.kernels.reference.scale_from_amax import scale_from_maxima
@@ -44,16 +43,15 @@ def test_one_amax_and_none(triton_device):
     assert kernel(torch.empty(0, device=triton_device), E5M2.max, None, 1.0).shape == (0,)
 
 
-@every_pair
 @pytest.mark.parametrize("fp_max", [E4M3.max, E5M2.max])
-@pytest.mark.parametrize("last", [2.0**-140, 1.75, 3e30, 0.0, float("inf"), float("nan")])
 @pytest.mark.parametrize("count", [1, 264, 1025, 5000])
-def test_one_scale_of_all_maxima(count, last, fp_max, triton_device):
-    maxima = torch.zeros(count, 1, device=triton_device)
-    maxima[count // 2], maxima[-1] = 2.0**-149, last  # the largest comes last, behind whole blocks of others
-    got, want = kernel(maxima, fp_max, name="scale_from_maxima"), scale_from_maxima(maxima, fp_max)
-    assert got.shape == want.shape == ()
-    assert bits(got).equal(bits(want))
+def test_one_scale_of_all_maxima(count, fp_max, triton_device):
+    for last in (2.0**-140, 1.75, 3e30, 0.0, float("inf"), float("nan")):
+        maxima = torch.zeros(count, 1, device=triton_device)
+        maxima[count // 2], maxima[-1] = 2.0**-149, last  # the largest comes last, behind whole blocks of others
+        got, want = kernel(maxima, fp_max, name="scale_from_maxima"), scale_from_maxima(maxima, fp_max)
+        assert got.shape == want.shape == ()
+        assert bits(got).equal(bits(want))
 
 
 def test_no_maxima(triton_device):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from helpers import numerics
+from helpers.choices import every_value
 from helpers.hf_models import MODELS, agree, config, our_logits, random_weights, their_logits, to_hf
 from helpers.tiny import VOCABULARY
 from megatron.lm.hugging_face.folder import Tensors, write_json, write_tensors
@@ -78,6 +79,7 @@ def test_exported_models_give_our_logits_in_transformers_and_come_back(name, tmp
         assert torch.equal(again[key][:rows], x[:rows]), key
 
 
+@every_value
 @pytest.mark.parametrize("kind", SMALL)
 @pytest.mark.parametrize("tied", [False, True])
 def test_models_of_transformers_give_their_logits_here(kind, tied, tmp_path):
