@@ -221,27 +221,11 @@ def _norms(func: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
     return func([x.dequantize(torch.float32) if _is_scaling(x) else x for x in xs], *args, **kwargs)
 
 
-_AVERAGING = ("add_", "sub_", "lerp_", "addcmul_", "addcdiv_")
+_AVERAGING, _SCALING = ("add_", "sub_", "lerp_", "addcmul_", "addcdiv_"), ("mul_", "div_")
+_FILLING = ("neg_", "clamp_", "erfinv_", "fill_", "normal_", "uniform_", "masked_fill_", "index_put_", "tril_", "triu_")
 
 
-@_on(
-    *_overloads(
-        *_AVERAGING,
-        "mul_",
-        "div_",
-        "neg_",
-        "clamp_",
-        "erfinv_",
-        "fill_",
-        "normal_",
-        "uniform_",
-        "masked_fill_",
-        "index_put_",
-        "tril_",
-        "triu_",
-    ),
-    *_overloads(*(f"_foreach_{name}" for name in (*_AVERAGING, "mul_", "div_"))),
-)
+@_on(*_overloads(*_AVERAGING, *_SCALING, *_FILLING, *(f"_foreach_{name}" for name in (*_AVERAGING, *_SCALING))))
 def _stored(func: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
     """Run in-place arithmetic in FP32 and store the result in the target's format with a new scale. A plain target gets the values."""
     several = isinstance(target, list | tuple)
