@@ -141,8 +141,8 @@ class _CrossEntropy(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         logits, labels, weights, parts = ctx.saved_tensors
-        grad = logits.clone()
-        ops.cross_entropy_of_parts_(grad, labels, weights * grad_loss, parts[None], 0)
+        grad = torch.empty_like(logits)
+        ops.cross_entropy_of_parts_(grad, labels, weights * grad_loss, parts[None], 0, logits)
         return grad, None, None
 
 

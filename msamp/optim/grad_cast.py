@@ -8,6 +8,7 @@ tensors into one flat buffer; each payload is a view of it. The result equals `S
 
 import contextlib
 import functools
+import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from msamp.numerics.fp8_gradient import FP8Gradient
 from msamp.numerics.scaling import inverse
 from msamp.numerics.tensor import ScalingTensor, contiguous
 
+_LOG = logging.getLogger("msamp")
 ALIGNMENT = 16  # elements; aligned payloads are read and written 16 bytes at a time
 
 
@@ -83,6 +85,7 @@ def _packed(tables: Tables, gs: Sequence[torch.Tensor], fmt: Format, scales: tor
 
 GROUP_ELEMENTS = 2**28  # 512 MiB of BF16
 GROUPS = 8  # groups per backward of a large model
+WATCHED = 8  # backwards after which a loop that the host bounds is told of `msamp.capture`
 
 Place = tuple[int, int]  # the index of a device, -1 for the CPU, and the stream on which its gradients arrived
 _CPU: Place = (-1, 0)
@@ -114,6 +117,7 @@ class BackwardCasts:
         self._casts: dict[tuple[Place, int, str], GradCast] = {}  # by their place in backward: the same gradients in every step
         self._flushes: dict[Place, int] = {}
         self._backward = -1
+        self._watched = self._idle = 0  # backwards, and after how many of them the GPU had nothing left to do
         self._paused = 0
 
     def attach(self, params: Iterable[tuple[torch.Tensor, Mapping[str, str]]]) -> None:
@@ -168,6 +172,15 @@ class BackwardCasts:
 
     def ended(self) -> None:
         """Cast the rest, at the end of backward."""
+        gpus = [device for device, _ in self._pending if device >= 0]
+        if self._watched < WATCHED and gpus and not torch.cuda.is_current_stream_capturing():
+            self._watched += 1
+            self._idle += torch.cuda.current_stream(gpus[0]).query()
+            if self._watched == WATCHED and self._idle > WATCHED // 2:
+                _LOG.info(
+                    "the GPU waits for the host in backward, since launches bound the step; msamp.capture(model, optimizer, "
+                    "forward_backward) runs a step as one CUDA graph"
+                )
         for place in list(self._pending):
             self._cast(place)
 

@@ -53,7 +53,7 @@ def softmax_parts(logits: torch.Tensor, labels: torch.Tensor, first: int) -> tor
 
 
 def cross_entropy_of_parts_(
-    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, parts: torch.Tensor, first: int
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, parts: torch.Tensor, first: int, source: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Compute `cross_entropy_` for rows whose columns are sharded over ranks; this rank has `logits`.
 
@@ -63,6 +63,7 @@ def cross_entropy_of_parts_(
         weights: [M] FP32, the loss mask.
         parts: [ranks, 3, M] FP32, `softmax_parts` of every rank in the order of the ranks.
         first: this rank's first column.
+        source: the logits to read instead, of the same shape and dtype, row-major; then `logits` is only memory for their gradient.
 
     Returns:
         losses [M] FP32 in nats, bitwise the same on every rank.
@@ -75,7 +76,7 @@ def cross_entropy_of_parts_(
     losses = log_total - (picked.sum(0) - largest)
     at = labels - first
     own = (at >= 0) & (at < V)
-    p = (logits.float() - largest[:, None] - log_total[:, None]).exp_()
+    p = ((logits if source is None else source).float() - largest[:, None] - log_total[:, None]).exp_()
     p.scatter_add_(1, at.clamp(0, V - 1)[:, None], -own.float()[:, None])
     logits.copy_(p.mul_(weights.masked_fill(~known, torch.nan)[:, None]))
     return losses.masked_fill_(~known, torch.nan)

@@ -32,14 +32,14 @@ def _largest_and_total(x, V, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _write_gradient(x, V, at_label, weight, largest, log_total, BLOCK: tl.constexpr, HARDWARE: tl.constexpr):
-    """Overwrite a row with `weight * (softmax - onehot)`; no column equals `at_label` if another rank has the label."""
+def _write_gradient(x, y, V, at_label, weight, largest, log_total, BLOCK: tl.constexpr, HARDWARE: tl.constexpr):
+    """Write `weight * (softmax - onehot)` of row `x` to `y`; no column equals `at_label` if another rank has the label."""
     columns = tl.arange(0, BLOCK)
     for start in range(0, V, BLOCK):
         at = start + columns
         p = tl.exp(tl.load(x + at, mask=at < V, other=0.0).to(tl.float32) - largest - log_total)
         grad = weight * tl.where(at == at_label, p - 1.0, p)
-        tl.store(x + at, _rounded(grad, x.dtype.element_ty, HARDWARE), mask=at < V)
+        tl.store(y + at, _rounded(grad, y.dtype.element_ty, HARDWARE), mask=at < V)
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def _cross_entropy_kernel(logits, labels, weights, losses, V, BLOCK: tl.constexp
     # Not added to the maximum: next to large logits the sum would lose precision.
     log_total = tl.log(total)
     tl.store(losses + row, log_total - (picked - largest))
-    _write_gradient(x, V, label, weight, largest, log_total, BLOCK, HARDWARE)
+    _write_gradient(x, x, V, label, weight, largest, log_total, BLOCK, HARDWARE)
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def _softmax_parts_kernel(logits, labels, parts, M, V, first, BLOCK: tl.constexp
 
 @triton.jit
 def _cross_entropy_of_parts_kernel(
-    logits, labels, weights, parts, losses, M, V, first, RANKS: tl.constexpr, BLOCK: tl.constexpr, HARDWARE: tl.constexpr
+    source, logits, labels, weights, parts, losses, M, V, first, RANKS: tl.constexpr, BLOCK: tl.constexpr, HARDWARE: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
@@ -89,7 +89,7 @@ def _cross_entropy_of_parts_kernel(
         picked += tl.load(part + 2 * M)
     log_total = tl.log(total)
     tl.store(losses + row, tl.where(known, log_total - (picked - largest), float("nan")))
-    _write_gradient(logits + row * V, V, label - first, weight, largest, log_total, BLOCK, HARDWARE)
+    _write_gradient(source + row * V, logits + row * V, V, label - first, weight, largest, log_total, BLOCK, HARDWARE)
 
 
 def _check(logits: torch.Tensor) -> None:
@@ -123,13 +123,16 @@ def softmax_parts(logits, labels, first):
     return parts
 
 
-def cross_entropy_of_parts_(logits, labels, weights, parts, first):
+def cross_entropy_of_parts_(logits, labels, weights, parts, first, source=None):
     """See the reference twin."""
     M, V = logits.shape
+    source = logits if source is None else source
     _check(logits)
+    _check(source)
     losses = torch.empty(M, dtype=torch.float32, device=logits.device)
     if M:
         _cross_entropy_of_parts_kernel[(M,)](
+            source,
             logits,
             labels.contiguous(),
             weights.contiguous(),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helpers.choices import every_value
-from helpers.numerics import KINDS, codes, make, measure
+from helpers.numerics import bits, codes, KINDS, make, measure
 from msamp.kernels.reference.cross_entropy import cross_entropy_ as twin
 from msamp.kernels.reference.cross_entropy import cross_entropy_of_parts_, softmax_parts
 
@@ -122,7 +122,10 @@ def spread(logits: torch.Tensor, ranks: int, labels: torch.Tensor, weights: torc
     losses = []
     for rank, piece in enumerate(pieces):
         expected = cross_entropy_of_parts_(piece.clone(), labels, weights, parts, columns * rank)
+        before, elsewhere = piece.clone(), torch.empty_like(piece)
+        module.cross_entropy_of_parts_(elsewhere, labels, weights, parts, columns * rank, before)
         losses.append(module.cross_entropy_of_parts_(piece, labels, weights, parts, columns * rank))
+        assert bits(elsewhere).equal(bits(piece)), "the gradient beside the logits"
         torch.testing.assert_close(losses[-1], expected, rtol=1e-6, atol=1e-5)
         assert losses[-1].equal(losses[0])
     return losses[0], torch.cat(pieces, 1)
