@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helpers.choices import every_value
-from helpers.numerics import bits, codes, KINDS, make, measure
+from helpers.numerics import KINDS, bits, codes, make, measure
 from msamp.kernels.reference.cross_entropy import cross_entropy_ as twin
 from msamp.kernels.reference.cross_entropy import cross_entropy_of_parts_, softmax_parts
 
