@@ -383,12 +383,7 @@ def finish_backward(
 
 
 def rows_of_each(gradient: torch.Tensor | None, weights: Sequence[int]) -> list[torch.Tensor | None]:
-    """Divide the gradient of weights that were joined for one GEMM into the gradients of each, views with their own version counters.
-
-    Args:
-        gradient: [sum of rows, K], or None.
-        weights: the number of rows of each.
-    """
+    """Divide the gradient [sum of rows, K] of joined weights, by their numbers of rows, into views with their own version counters."""
     if gradient is None or len(weights) == 1:
         return [gradient, *[None] * (len(weights) - 1)]
     return [part.data for part in gradient.split(list(weights))]

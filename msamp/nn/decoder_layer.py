@@ -55,11 +55,6 @@ _MULTIPLE = 16  # rows of joined weights and their width, for the FP8 GEMMs
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def is_fused(layer: nn.Module) -> bool:
-    """Whether `fuse` has changed the class of a layer."""
-    return isinstance(layer, FusedDecoderLayer)
-
-
 class _Fused(nn.Module):
     """Mixin in front of a class of transformers, with a fused forward; copies and pickles keep it."""
 
@@ -184,7 +179,7 @@ def fuse(model: nn.Module) -> list[nn.Module]:
 
     The layers of a group that one GEMM joins get common scales of their casts, see `ScalingState`.
     """
-    layers = [module for module in model.modules() if not is_fused(module) and unrecognized(module) == ""]
+    layers = [module for module in model.modules() if not isinstance(module, FusedDecoderLayer) and unrecognized(module) == ""]
     norms = {host_of(type(layer.input_layernorm)) for layer in layers}
     for module in model.modules() if layers else ():
         host: Any = type(module)

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import nn
 
-from msamp.nn.decoder_layer import is_fused, unrecognized, why_not_attention, why_not_mlp
+from msamp.nn.decoder_layer import FusedDecoderLayer, unrecognized, why_not_attention, why_not_mlp
 from msamp.nn.expert_layer import Experts, HostExperts
 from msamp.nn.filters import DEFAULT, Filter, why_refused
 from msamp.nn.linear import FP8Linear, Loading
@@ -167,7 +167,7 @@ def _halves(module: nn.Module, low: set[int]) -> list[tuple[str, str]]:
     unknown = unrecognized(module)
     if unknown is None:
         return []
-    if not unknown and not is_fused(module) and not low:
+    if not unknown and not isinstance(module, FusedDecoderLayer) and not low:
         unknown = "it was not fused at the conversion"
     return [(half, unknown or why(module, low)) for half, why in (("attention", why_not_attention), ("MLP", why_not_mlp))]
 

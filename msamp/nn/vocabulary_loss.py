@@ -99,19 +99,9 @@ def causal_lm_loss(
     shift_labels: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Return the loss of transformers' `ForCausalLMLoss`, with its arguments, without an FP32 copy of the logits.
+    """Return the loss (FP32 0-dim) of transformers' `ForCausalLMLoss`, whose arguments these are, without an FP32 copy of the logits.
 
-    Args:
-        logits: [.., s, vocab_size], BF16, FP16 or FP32.
-        labels: [.., s] int64, of the same tokens: each is predicted by the position before it. Not read with `shift_labels`.
-        vocab_size: of the logits.
-        num_items_in_batch: divides the sum of the losses; None divides by the number of labels.
-        ignore_index: of positions without a loss.
-        shift_labels: [.., s], the labels already shifted.
-        kwargs: ignored, as transformers does.
-
-    Returns:
-        FP32 0-dim.
+    `labels` [.., s] are those of the same tokens, each predicted by the position before it; `shift_labels` are already shifted.
     """
     if shift_labels is None:
         assert labels is not None

@@ -177,10 +177,7 @@ class BackwardCasts:
             self._watched += 1
             self._idle += torch.cuda.current_stream(gpus[0]).query()
             if self._watched == WATCHED and self._idle > WATCHED // 2:
-                _LOG.info(
-                    "the GPU waits for the host in backward, since launches bound the step; msamp.capture(model, optimizer, "
-                    "forward_backward) runs a step as one CUDA graph"
-                )
+                _LOG.info("the GPU waits for the host in backward: launches bound the step; msamp.capture runs it as one CUDA graph")
         for place in list(self._pending):
             self._cast(place)
 
