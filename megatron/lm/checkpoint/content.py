@@ -26,7 +26,7 @@ from megatron.lm.checkpoint.place import Place, names_of, places
 from megatron.lm.config import Config, ParallelConfig, PrecisionConfig, flag
 from megatron.lm.config.cli import config_to_dict
 from megatron.lm.config.sections.parallel import AXES
-from megatron.lm.processes.grid import Grid, Ranks
+from megatron.lm.processes.grid import Ranks
 from megatron.lm.training.state import Training
 from msamp.optim.states import Stored, as_stored, group_numbers, payload, scale_inv, weight_format
 from msamp.optim.updates import MASTER, WEIGHT, remainders, update_of
@@ -80,7 +80,8 @@ def info(training: Training) -> dict[str, Any]:
 
 def items(training: Training) -> list[Item]:
     """Return the chunks that this rank saves; one of several ranks with the same chunk saves it."""
-    where, chunks_of_rank, grid = places(training.model), list(_rng_items(training.grid)), training.grid
+    where, grid = places(training.model), training.grid
+    chunks_of_rank = [Item.whole(f"rng/{rng.own_number(grid)}/{name}", x) for name, x in rng.state().items()]
     share, names, optimizer = _Share(), names_of(training.model), training.optimizer
     copies = {name: grid.gradients(p) for p, name in names.items()}
     for name, x in training.model.state_dict().items():
@@ -115,15 +116,10 @@ def left_in(training: Training, items: Sequence[Item]) -> list[Item]:
         if prefix == "rng":
             return not settings.no_save_rng
         if prefix == MASTER.key:
-            return not settings.no_save_optim or _name_of(rest) in rounded
+            return not settings.no_save_optim or rest.partition("@")[0].removesuffix(".scale_inv") in rounded
         return not settings.no_save_optim or prefix == "model" or prefix in parts_of_weights
 
     return [item for item in items if is_left(item)]
-
-
-def _name_of(rest: str) -> str:
-    """Return `NAME` for `NAME.scale_inv@0,0`."""
-    return rest.partition("@")[0].removesuffix(".scale_inv") if "@" in rest else rest
 
 
 class _Share:
@@ -167,11 +163,6 @@ def _scalars(prefix: str, where: Sequence[Place], x: Tensor, rows: slice | None)
         local_rows = place.within(rows) if place.first else None
         if local_rows is not None and not any(local_rows[1]):
             yield Item.whole(f"{prefix}/{place.name}", x)
-
-
-def _rng_items(grid: Grid) -> Iterator[Item]:
-    for name, value in rng.state().items():
-        yield Item.whole(f"rng/{rng.own_number(grid)}/{name}", value)
 
 
 def shrinking_attention(info: dict[str, Any], folder: Path) -> str | None:

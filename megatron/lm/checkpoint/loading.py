@@ -231,7 +231,11 @@ def _take(training: Training, saved: SavedCheckpoint) -> _Taken:
     stored = as_wanted(stored, {place.name for of_name in where.values() for place in of_name})
     taken = _Taken(with_states=_with_states(settings, saved))
     reader = TensorReader(stored, info["vocab_size"], taken.requantised, info["iteration"])
-    _take_weights(training, reader, where, taken)
+    masters = {p: by_name(group["formats"]["master"]) for group in training.optimizer.param_groups for p in group["params"]}
+    for name, p in training.model.named_parameters():
+        taken.model[name], values = reader.weight(p, masters[p], where[name], with_values=not taken.with_states)
+        if values is not None:
+            taken.values[name] = values
     taken.model |= _expert_biases(training.model, stored, where)
     if not settings.finetune:
         taken.model |= saved_scaling(training.model, stored, where)
@@ -258,14 +262,6 @@ def _with_states(settings: CheckpointConfig, saved: SavedCheckpoint) -> bool:
     if not held and saved.info["iteration"]:
         raise ValueError(f"{stored.folder} contains only weights; load them with --finetune, or resume without states with --no-load-optim")
     return held
-
-
-def _take_weights(training: Training, reader: TensorReader, where: dict[str, list[Place]], taken: _Taken) -> None:
-    masters = {p: by_name(group["formats"]["master"]) for group in training.optimizer.param_groups for p in group["params"]}
-    for name, p in training.model.named_parameters():
-        taken.model[name], values = reader.weight(p, masters[p], where[name], with_values=not taken.with_states)
-        if values is not None:
-            taken.values[name] = values
 
 
 def _take_states(training: Training, reader: TensorReader, where: dict[str, list[Place]], taken: _Taken) -> None:

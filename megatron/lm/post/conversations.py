@@ -9,11 +9,11 @@
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.lm.shell.files import read_input
+from megatron.lm.shell.files import json_lines, read_input
 
 Message = dict[str, str]
 _ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
@@ -34,29 +34,21 @@ def rows(file: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: with file and line, if the file is missing, empty or invalid JSON, or a row is not an object.
     """
-    text = read_input(file, "a file of conversations, JSON or JSON lines")
+    what = f"JSON or JSON lines of objects with {_FORMS}"
+    text = read_input(file, what)
     if text.lstrip().startswith("["):
         try:
             records = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{file} is invalid JSON ({error}): give a JSON list of objects, or one object per line") from None
+            raise ValueError(f"{file} is invalid JSON ({error}): give {what}") from None
+        wrong = next((number for number, row in enumerate(records, 1) if not isinstance(row, dict)), None)
+        if wrong is not None:
+            raise ValueError(f"row {wrong} of {file} is not a JSON object: give {what}")
     else:
-        records = list(_lines(file, text))
+        records = [row for _, row in json_lines(file, what)]
     if not records:
         raise ValueError(f"{file} has no rows: give a file with at least one conversation")
-    for number, row in enumerate(records, 1):
-        if not isinstance(row, dict):
-            raise ValueError(f"row {number} of {file} is not a JSON object: each row must have {_FORMS}")
     return records
-
-
-def _lines(file: Path, text: str) -> Iterator[Any]:
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"line {number} of {file} is invalid JSON ({error.msg}): each line must be one object") from None
 
 
 def conversation(row: Mapping[str, Any], where: str) -> list[Message]:

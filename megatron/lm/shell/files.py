@@ -8,13 +8,14 @@ import contextlib
 import errno
 import fcntl
 import glob
+import json
 import os
 import secrets
 import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 _MODES = {"r+b": os.O_RDWR, "ab": os.O_WRONLY | os.O_APPEND, "wb": os.O_WRONLY}
 _LOCK = ".lock"
@@ -41,6 +42,21 @@ def read_input(file: Path, what: str) -> str:
         raise ValueError(f"{file} cannot be read ({error.strerror}): give {what}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}): give {what}") from None
+
+
+def json_lines(file: Path, what: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield where it is and the object of each line of an input file that is not blank; ValueError for another line. `what` as above."""
+    for number, line in enumerate(read_input(file, what).splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"line {number} of {file}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where} is invalid JSON ({error}): each line must be one object") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{where} is not a JSON object: give {what}")
+        yield where, row
 
 
 def to_write(path: Path, mode: str = "r+b") -> BinaryIO:

@@ -10,7 +10,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.lm.shell import arguments, exit_codes
@@ -21,24 +21,15 @@ Rows = dict[str, dict[str, dict[str, Any]]]  # model -> task -> metric -> value
 
 
 def table(rows: Rows) -> str:
-    """Return a Markdown table: a row per task and metric, a column per model, with standard errors where available."""
+    """Return a Markdown table: a row per metric, a column per model."""
     names = list(rows)
     lines = ["| task | metric | " + " | ".join(names) + " |", "| --- | --- |" + " --- |" * len(names)]
     for task, metrics in next(iter(rows.values())).items():
         for metric in metrics:
-            if "_stderr" not in metric:
-                cells = [_cell(rows[name].get(task, {}), metric) for name in names]
-                lines.append(f"| {task} | {metric} | " + " | ".join(cells) + " |")
+            values = [rows[name][task][metric] for name in names]
+            cells = [f"{value:.4f}" if isinstance(value, float) else str(value) for value in values]
+            lines.append(f"| {task} | {metric} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def _cell(values: Mapping[str, Any], metric: str) -> str:
-    value = values.get(metric)
-    if not isinstance(value, int | float):
-        return "-"
-    error = values.get(f"{metric}_stderr")
-    text = str(value) if isinstance(value, int) else f"{value:.4f}"
-    return f"{text} ± {error:.4f}" if isinstance(error, int | float) else text
 
 
 def print_perplexity(args: argparse.Namespace) -> None:

@@ -31,7 +31,6 @@ from megatron.lm.training.run_record import Run, health_problem, run_name, run_o
 INFO_FILE, LOCK_FILE = "checkpoint.json", ".lock"
 RELEASE = "release"
 _NAME = re.compile(r"iter_(\d{7,})(\.replaced)?")
-_BLOCK = 2**22
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -74,11 +73,8 @@ def _numbered(root: Path) -> Iterator[tuple[int, Path]]:
 
 def file_digest(file: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal."""
-    digest = hashlib.sha256()
     with file.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def digest_entries(files: Iterable[Path]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ A tensor is stored in chunks of any layout; a reader requests a region and need 
 chunks to its own file, and the first rank writes the plan (`index`) with the position of each chunk. Neither is a pickle.
 """
 
-import io
 import math
 import os
 from collections.abc import Collection, Iterable, Sequence
@@ -175,7 +174,9 @@ class Stored:
                 shape = (part[0].stop - part[0].start, *chunk.shape[1:]) if part else ()
                 values = torch.empty(shape, dtype=entry.dtype)
                 stream.seek(chunk.start + (part[0].start * row if part else 0))
-                _fill(stream, values)
+                memory = _memory(values)
+                if (got := stream.readinto(memory)) != len(memory):
+                    raise ValueError(f"it ends {len(memory) - got} bytes early")
         except (OSError, ValueError) as error:
             raise ValueError(f"{file} cannot be read ({error}); load an older checkpoint") from None
         return values[(slice(None), *part[1:])] if part else values
@@ -191,9 +192,3 @@ class Stored:
         if key not in self.tensors:
             raise ValueError(f"{self.folder} has no {key}")
         return self.tensors[key]
-
-
-def _fill(stream: io.BufferedReader, into: Tensor) -> None:
-    memory = _memory(into)
-    if (got := stream.readinto(memory)) != len(memory):
-        raise ValueError(f"it ends {len(memory) - got} bytes early")

@@ -155,18 +155,13 @@ def _translated(plan: Plan, named: Mapping[str, MegatronName]) -> Plan:
         if whole is not None and len(entry.shape) == len(whole) + 1:
             entry = _joined(key, entry, whole)
         if not name.stacked:
-            translated[f"{name.prefix}/{name.name}"] = Entry(entry.dtype, entry.shape, tuple(_tile(chunk) for chunk in entry.chunks))
+            tiles = (c if isinstance(c, _Tile) else _Tile(c.offset, c.shape, c.file, c.start, c.length, (c,)) for c in entry.chunks)
+            translated[f"{name.prefix}/{name.name}"] = Entry(entry.dtype, entry.shape, tuple(tiles))
             continue
         for layer in range(entry.shape[0]):
             chunks = tuple(_of_layer(chunk, layer) for chunk in entry.chunks if 0 <= layer - chunk.offset[0] < chunk.shape[0])
             translated[f"{name.prefix}/{name.name.format(layer)}"] = Entry(entry.dtype, entry.shape[1:], chunks)
     return translated
-
-
-def _tile(chunk: Chunk) -> _Tile:
-    if isinstance(chunk, _Tile):
-        return chunk
-    return _Tile(chunk.offset, chunk.shape, chunk.file, chunk.start, chunk.length, (chunk,))
 
 
 def _of_layer(chunk: Chunk, layer: int) -> _Tile:

@@ -47,8 +47,9 @@ def write(folder: Path, items: Iterable[Item], common: Mapping[str, Any], object
     state: dict[str, Any] = {
         key: local_shards[0] if len(local_shards) == 1 else LocalShardsContainer(local_shards) for key, local_shards in shards.items()
     }
-    if first:
-        state |= {key: _nothing() for key in objects}
+    for key in objects if first else ():
+        state[key] = io.BytesIO()
+        torch.save([None], state[key])  # how megatron-core stores an object
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     try:
@@ -67,10 +68,3 @@ def _shard(item: Item) -> CheckpointableShardedTensor:
     data = item.tensor.detach().cpu().contiguous()
     sharded = ShardedTensor(item.key, data, data.dtype, tuple(data.shape), item.shape, item.offset, axis_fragmentations=None)
     return CheckpointableShardedTensor.from_sh_ten(sharded)
-
-
-def _nothing() -> io.BytesIO:
-    """Return a list with one None, which is how megatron-core stores an object."""
-    stream = io.BytesIO()
-    torch.save([None], stream)
-    return stream

@@ -34,22 +34,13 @@ def tensor_parallel_shape(config: Config, world_size: int) -> Problems:
     model, parallel = config.model, config.parallel
     tp, heads = parallel.tensor_model_parallel_size, model.num_attention_heads
     size_flag = f"--tensor-model-parallel-size {tp}"
-    cut: list[tuple[str, int, int]] = []
-    if heads % tp:
-        served = [n for n in range(tp, model.hidden_size + 1, tp) if model.kv_channels or model.hidden_size % n == 0]
-        choice = _nearest(heads, served) or nearest_multiples(heads, tp)
-        yield f"--num-attention-heads {heads} is not divisible by {size_flag}: choose {choice}"
-    if heads % tp == 0 or model.kv_channels:  # else the suggested multiples would follow from a number of heads that must change
-        cut.append(("hidden_size", model.hidden_size, tp if model.kv_channels else math.lcm(tp, heads)))
-    if heads % tp == 0 and model.group_query_attention and heads % model.query_groups == 0 and model.query_groups % tp:
-        legal = [groups for groups in _divisors(heads) if groups % tp == 0]
-        yield f"--num-query-groups {model.query_groups} is not divisible by {size_flag}: choose {_nearest(model.query_groups, legal)}"
-    cut.append(("ffn_hidden_size", model.ffn_size, tp))
-    if parallel.sequence_parallel:
-        cut.append(("seq_length", model.seq_length, tp))
-    for name, size, multiple in cut:
+    cut = [("num_attention_heads", heads), ("hidden_size", model.hidden_size), ("ffn_hidden_size", model.ffn_size)]
+    cut += [("seq_length", model.seq_length)] if parallel.sequence_parallel else []
+    for name, size in cut:
         if size % tp:
-            yield f"{flag(name)} {size} is not divisible by {size_flag}: choose {nearest_multiples(size, multiple)}"
+            yield f"{flag(name)} {size} is not divisible by {size_flag}: choose a multiple of {tp}"
+    if heads % tp == 0 and model.group_query_attention and model.query_groups % tp:
+        yield f"--num-query-groups {model.query_groups} is not divisible by {size_flag}: choose a multiple of {tp}, up to {heads}"
     if tp > 1 and model.qk_layernorm and model.qk_layernorm_scope == "projection":
         yield (
             f"--qk-layernorm-scope projection normalizes over all heads, and {size_flag} splits them: drop --tensor-model-parallel-size, "
@@ -64,16 +55,12 @@ def pipeline_shape(config: Config, world_size: int) -> Problems:
     if stages == 1:
         return
     if layers % stages:
-        unit = stages * (virtual or 1)
-        served = [n for n in range(unit, layers + 2 * unit + 1, unit) if virtual is None or n > unit]  # interleaving requires two of them
-        yield f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {stages}: choose {_nearest(layers, served)}"
+        given = f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {stages}"
+        yield f"{given}: choose a multiple of {stages * (virtual or 1)}"
     elif virtual is not None and (virtual == layers // stages or layers // stages % virtual):
-        smaller = _divisors(layers // stages)[:-1]
-        whole = virtual == layers // stages
         yield (
-            f"--num-layers-per-virtual-pipeline-stage {virtual} "
-            + ("leaves nothing to interleave: it is a whole" if whole else f"does not divide the {layers // stages} layers of a")
-            + f" pipeline stage: {f'choose {_nearest(virtual, smaller)}, or ' if smaller else ''}drop it"
+            f"--num-layers-per-virtual-pipeline-stage {virtual} is not a part of the {layers // stages} layers of a pipeline stage: give "
+            "a smaller divisor of them, or drop it"
         )
 
 
@@ -84,7 +71,7 @@ def context_parallel_chunks(config: Config, world_size: int) -> Problems:
     multiple = math.lcm(2 * cp, cp * tp)
     if cp > 1 and length % multiple:
         split = f"--context-parallel-size {cp}" + (f" with --sequence-parallel over {tp} processes" if tp > 1 else "")
-        yield f"--seq-length {length} is not divisible by {multiple}, as {split} requires: choose {nearest_multiples(length, multiple)}"
+        yield f"--seq-length {length} is not divisible by {multiple}, as {split} requires: choose a multiple"
 
 
 def context_parallel_heads(config: Config, world_size: int) -> Problems:
@@ -108,22 +95,6 @@ def context_parallel_mask(config: Config, world_size: int) -> Problems:
             f"--context-parallel-size {parallel.context_parallel_size} with --cp-comm-type p2p, a ring of parts of sequences, does not "
             "support the mask of --reset-attention-mask: use --cp-comm-type a2a, which has whole sequences, or drop the mask"
         )
-
-
-def nearest_multiples(value: int, of: int) -> str:
-    """Return the multiple of `of` below `value` and the one above, as words."""
-    below = value // of * of
-    return f"{below} or {below + of}" if below else str(of)
-
-
-def _divisors(value: int) -> list[int]:
-    return [number for number in range(1, value + 1) if value % number == 0]
-
-
-def _nearest(value: int, legal: list[int]) -> str:
-    """Return the legal number below `value` and the one above, as words."""
-    around = [*[number for number in legal if number < value][-1:], *[number for number in legal if number > value][:1]]
-    return " or ".join(map(str, around))
 
 
 RULES: Rules = {

@@ -1,7 +1,6 @@
 """Rules for batches, the learning rate's schedule and recomputation."""
 
 from megatron.lm.config.rules.precision import refusal
-from megatron.lm.config.rules.shape import nearest_multiples
 from megatron.lm.config.sections.batch_sizes import MOST_SIZES
 from megatron.lm.config.sections.schema import flag
 from megatron.lm.config.whole import Config, Problems, Rules
@@ -14,7 +13,7 @@ def batches(config: Config, world_size: int) -> Problems:
     pp = parallel.pipeline_model_parallel_size
     if world_size < 1 or world_size % parallel.unit:
         sizes = " x ".join(f"{flag(setting)} {size}" for setting, size in parallel.given.items())
-        yield f"{world_size} processes do not fit {sizes}: start {nearest_multiples(world_size, parallel.unit)}, or lower these sizes"
+        yield f"{world_size} processes do not fit {sizes}: start a multiple of {parallel.unit}, or lower these sizes"
         return
     copies = config.data_parallel_size(world_size)
     size = config.global_batch_size(world_size)
