@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +97,31 @@ def test_a_step_counter(folder: Path, tmp_path: Path, value: float, capsys: pyte
     err = capsys.readouterr().err
     assert f"step/{NORM}" in err.splitlines()[-1]
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1, 2**60, 1.5])
+@pytest.mark.parametrize("precision", ["bf16", "fp16-amp"])
+def test_a_step_counter_of_torch_dist(prefix: Path, tmp_path: Path, precision: str, value: float):
+    settings = {"precision": precision, "ckpt_format": "torch_dist", "num_layers": 1}
+    folder = checkpoints.saved(prefix, tmp_path / "saved", **settings) / "iter_0000004"
+    common = torch.load(folder / "common.pt", weights_only=False)
+    for group in common["optimizer"]["optimizer"]["param_groups"]:
+        group["step"] = value
+    torch.save(common, folder / "common.pt")
+    checkpoints.seal(folder)
+    with pytest.raises(ValueError, match=r"step is .* it must be an integer in \[0, 2\^24\)"):
+        tiny.run(tiny.config(prefix, train_iters=6, load=str(folder.parent), **settings))
+
+
+@pytest.mark.parametrize("value", [1e30, -1e30, float("nan")])
+def test_a_bias_of_a_router_that_no_run_has(prefix: Path, tmp_path: Path, value: float):
+    settings: dict[str, Any] = {"num_experts": 4, "moe_router_enable_expert_bias": True, "num_layers": 1, "opt_level": "O2"}
+    settings |= {"swiglu": True, "normalization": "RMSNorm", "disable_bias_linear": True, "moe_router_score_function": "sigmoid"}
+    folder = checkpoints.saved(prefix, tmp_path / "saved", **settings) / "iter_0000004"
+    key = next(key for key in checkpoints.tensors(folder) if key.endswith("router.expert_bias"))
+    checkpoints.rewrite(folder, {key: torch.full((4,), value)})
+    with pytest.raises(ValueError, match=r"expert_bias is not \(4,\) FP32 values in"):
+        tiny.run(tiny.config(prefix, train_iters=6, load=str(folder.parent), **settings))
 
 
 @pytest.mark.parametrize("key", HUGE)

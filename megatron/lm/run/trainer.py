@@ -172,6 +172,9 @@ class Trainer:
             try:
                 why = self._run()
                 self.metrics.end(self.training.iteration, "completed" if why is None else "stopped", why)
+            except KeyboardInterrupt:
+                self.metrics.end(self.training.iteration, "stopped", "interrupted by SIGINT")
+                raise
             except Exception as error:
                 self.metrics.failed = True
                 reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__

@@ -132,13 +132,16 @@ class TorchDist(Stored):
 
 
 def optimizer_step(common: Mapping[str, Any]) -> int:
-    """Return the optimizer's step count in `common.pt`: in the groups of a distributed optimizer, else next to the states."""
+    """Return the optimizer's step count in `common.pt`: in the groups of a distributed optimizer, else next to the states. ValueError if it
+    is not an integer in [0, 2^24), up to which FP32 counts."""
     optimizers = [common.get("optimizer")]
     while optimizers:
         here = optimizers.pop(0)
         if isinstance(here, dict):
             for key in ("step", "common_step"):
-                if isinstance(here.get(key), int | float) and 0 <= here[key] < 2**24:
+                if isinstance(here.get(key), int | float):
+                    if not 0 <= here[key] < 2**24 or here[key] != int(here[key]):
+                        raise ValueError(f"{COMMON_FILE}: the optimizer's {key} is {here[key]}; it must be an integer in [0, 2^24)")
                     return int(here[key])
             optimizers += list(here.values())
         elif isinstance(here, list):

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import signal
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -184,7 +185,7 @@ def test_the_last_row_says_how_the_start_ended(prefix: Path, tmp_path: Path, mon
     file, settings = tmp_path / "m.jsonl", {"train_iters": 2, "save": str(tmp_path / "save"), "load": str(tmp_path / "save")}
 
     def ended(**more: Any) -> tuple[dict[str, Any], ...]:
-        with contextlib.suppress(RunStopped):
+        with contextlib.suppress(RunStopped, KeyboardInterrupt):
             tiny.run(tiny.config(prefix, metrics_file=str(file), **settings, **more))
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         return next(row for row in reversed(rows) if row["kind"] == "precision"), rows[-1]
@@ -201,6 +202,9 @@ def test_the_last_row_says_how_the_start_ended(prefix: Path, tmp_path: Path, mon
     monkeypatch.setattr(trainer.Trainer, "_train", stop)
     _, last = ended()
     assert last == {"kind": "end", "iteration": 2, "status": "failed", "why": "no space"}
+    monkeypatch.setattr(trainer.Trainer, "_train", lambda self: os.kill(os.getpid(), signal.SIGINT))
+    _, last = ended()
+    assert last == {"kind": "end", "iteration": 2, "status": "stopped", "why": "interrupted by SIGINT"}
 
 
 def test_a_metrics_file_is_strict_json_even_where_a_step_was_not_finite(one_process: None, tmp_path: Path):
