@@ -58,9 +58,11 @@ def test_only_failures_are_retried(tmp_path: Path, code: int, starts: int):
 
 
 @pytest.mark.promise("Clusters", "At the time limit all processes save and exit, and the job is requeued, unless it saved nothing.")
-@pytest.mark.parametrize(("ending", "code"), [(SAVES, 0), ("exit 75", 2)], ids=["saved", "nothing saved"])
-def test_at_the_time_limit_a_job_that_saved_is_requeued(tmp_path: Path, ending: str, code: int):
-    assert submit(tmp_path, UNTIL_THE_LIMIT.format(ending), limit=True)[0] == code
+@pytest.mark.parametrize(
+    ("ending", "requeues", "code"), [(SAVES, 1, 0), ("exit 75", 1, 2), (SAVES, 0, 2)], ids=["saved", "nothing saved", "too often"]
+)
+def test_at_the_time_limit_a_job_that_saved_is_requeued(tmp_path: Path, ending: str, requeues: int, code: int):
+    assert submit(tmp_path, UNTIL_THE_LIMIT.format(ending), limit=True, REQUEUES=requeues)[0] == code
     assert (tmp_path / "requeued").exists() == (code == 0)
 
 
