@@ -35,6 +35,7 @@ def test_aggregates():
     (cells,) = tables.select("""SELECT median(ms), count(*) FROM "bench/step" WHERE "case" = 'O3' """).cells
     values = [float(row["ms"]) for row in read(STEP) if row["case"] == "O3"]
     assert (float(cells[0]), int(cells[1])) == (statistics.median(values), len(values))
+    assert tables.select("SELECT kilo(1500) AS a, without('O3 --x 1 --y', '--x') AS b").cells == [["1.5k", "O3 --y"]]
     ((one,),) = tables.select("SELECT paired(a, b) FROM (SELECT 2 AS a, 2.02 AS b)").cells
     ((two,),) = tables.select("SELECT paired(a, b) FROM (SELECT 2 AS a, 2.02 AS b UNION ALL SELECT 4, 4.08)").cells
     assert one == "+1.00 (one seed)"

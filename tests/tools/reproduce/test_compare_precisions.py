@@ -6,13 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.lm.config.cli import parse_args
 from megatron.lm.config.rules.training import schedule
 from tools.reproduce import compare_precisions
-from tools.reproduce.compare_precisions import COLUMNS, Job, command, complete, train
+from tools.reproduce.compare_precisions import COLUMNS, Job, against_base, command, complete, train
 
 
 def options(folder: Path, flags: str = "") -> argparse.Namespace:
@@ -60,6 +61,11 @@ def test_the_table_by_hand_and_what_is_complete_is_kept(
     assert "O2 against bf16: +0.3000 nats per token, +7.50 %, one seed, no interval: too small to say" in told
     assert compare_precisions.main([*arguments, "--at-once", "2"]) == 0
     assert started[3:] == ["bf16_alone", "O2_alone"]
+
+
+def test_without_a_baseline_of_every_seed_nothing_is_compared():
+    run: Any = object()
+    assert against_base({1: run, 2: run}, {1: run}) is None
 
 
 @pytest.mark.parametrize("left", ['{"kind": "precision"}\n', metrics(Job(precision="bf16", seed=1, steps=4, name="bf16_0"), 3.0, 1.0)])

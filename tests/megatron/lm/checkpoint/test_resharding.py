@@ -56,8 +56,8 @@ MOVES: dict[str, tuple[dict[str, Any], list[str]]] = {
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 24, "swiglu": True, "moe_router_score_function": "sigmoid"}
 EXPERTS |= {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.1}
 ON_TWO: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "O3 on two": ({"precision": "O3"}, ["cp2", "tp2dp2", "pp2", "zero"]),
-    "O3 experts": ({"precision": "O3", **EXPERTS}, ["ep2", "zero", "ep2"]),
+    "O3 on two": ({"precision": "O3"}, ["cp2", "tp2dp2", "zero"]),
+    "O3 experts": ({"precision": "O3", **EXPERTS}, ["ep2", "zero"]),
 }
 # Largest relative difference of the next step's loss after a move from that of staying: sums in another order, which activations in BF16
 # and FP8 round otherwise. Largest seen: fp32 6e-8, others 7e-5.
