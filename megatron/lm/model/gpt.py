@@ -21,7 +21,7 @@ from megatron.lm.model.initial import draw_weights
 from megatron.lm.model.linear import HeadGemm, connect, layer_linears, output_linear
 from megatron.lm.model.moe.layer import convert_experts
 from megatron.lm.model.peer import block_spec as peer_block_spec
-from megatron.lm.model.peer import check_available, core_settings, provider
+from megatron.lm.model.peer import check_available, core_settings
 from megatron.lm.model.spec import LayerOptions, block_spec
 from megatron.lm.processes.grid import ALONE, Grid, Ranks
 from megatron.lm.processes.process_groups import device
@@ -231,7 +231,7 @@ def build_model(
         check_available(recipe)  # before megatron-core's configuration checks the same with another message
     core_config = transformer_config(model, parallel, training, recipe)
     if isinstance(recipe, PeerRecipe):
-        layers = peer_block_spec(core_config, provider(), vp_stage)
+        layers = peer_block_spec(core_config, vp_stage)
     else:
         options = LayerOptions(
             attention_backend=model.attention_backend,

@@ -46,12 +46,6 @@ class _Storage(NamedTuple):
         return "add --master-rounding stochastic, or use FP32 masters (--master-format fp32 at O1 to O3)"
 
 
-class _Check(NamedTuple):
-    iteration: int
-    learning_rate: float
-    distances: DeviceCopy
-
-
 class LostUpdates:
     """Measures every `EVERY` steps on every rank. Rank 0 prints one line per run and writes a row of kind "lost_updates" when a layer has
     lost more than half of its update at every check for `STEPS` steps. A check at which a layer has no update (frozen, learning rate 0, a
@@ -78,7 +72,7 @@ class LostUpdates:
         numbers = {name: number for number, name in enumerate(self._storage)}
         device = next(iter(names)).device
         self._rows = torch.tensor([numbers[name] for name in own], device=device)  # this rank's rows in the table of all layers
-        self._check: _Check | None = None
+        self._check: tuple[int, float, DeviceCopy] | None = None  # iteration and learning rate of the last check, and its sums
         self._in_a_row: dict[str, int] = {}
         self._warned = False
 
@@ -100,15 +94,16 @@ class LostUpdates:
             table.index_add_(0, self._rows, update_distances(optimizer))
         self.everyone.all_reduce(table, dist.ReduceOp.SUM, "the lost updates", None)
         if self.metrics.main:
-            self._check = _Check(self.training.iteration + 1, float(optimizer.param_groups[0]["lr"]), DeviceCopy(table))
+            self._check = (self.training.iteration + 1, float(optimizer.param_groups[0]["lr"]), DeviceCopy(table))
 
     def judge(self) -> None:
         """Evaluate the last check on rank 0 once, and warn if necessary."""
         check, self._check = self._check, None
         if check is None:
             return
+        iteration, rate, distances = check
         lost: dict[str, float] = {}
-        for name, (wanted, arrived) in zip(self._storage, check.distances.values().tolist(), strict=True):
+        for name, (wanted, arrived) in zip(self._storage, distances.values().tolist(), strict=True):
             if not wanted:
                 continue
             share = undelivered_share(wanted, arrived)
@@ -117,23 +112,23 @@ class LostUpdates:
                 lost[name] = share
         if lost and not self._warned:
             self._warned = True
-            self._warn(check, lost)
+            self._warn(iteration, rate, lost)
 
     def undone(self) -> None:
         """Reset the counts after a rollback."""
         self._check = None
         self._in_a_row.clear()
 
-    def _warn(self, check: _Check, lost: dict[str, float]) -> None:
+    def _warn(self, iteration: int, rate: float, lost: dict[str, float]) -> None:
         worst = sorted(lost, key=lambda name: -lost[name])
         shares = ", ".join(f"{name} {100 * lost[name]:.0f} %" for name in worst[:NAMED])
         more = f" and {len(worst) - NAMED} more" if len(worst) > NAMED else ""
         fix = self._storage[worst[0]].fix
         layers = {name: lost[name] for name in worst}
-        self.metrics.write({"kind": "lost_updates", "iteration": check.iteration, "lr": check.learning_rate, "layers": layers})
+        self.metrics.write({"kind": "lost_updates", "iteration": iteration, "lr": rate, "layers": layers})
         print(
-            f"updates are lost at iteration {check.iteration}: for {STEPS} iterations, the stored master weights of {len(worst)} of "
-            f"{len(self._storage)} parameters have lost more than half of each update (learning rate {check.learning_rate:g}), now "
+            f"updates are lost at iteration {iteration}: for {STEPS} iterations, the stored master weights of {len(worst)} of "
+            f"{len(self._storage)} parameters have lost more than half of each update (learning rate {rate:g}), now "
             f"{shares}{more}; {fix}",
             flush=True,
         )

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
@@ -61,7 +62,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformer Engine is there. Without its fusions, which want its kernels and a compiler."""
     monkeypatch.setattr(baselines, "installed", lambda: True)
     monkeypatch.setattr(gpt, "check_available", lambda recipe: None)
-    monkeypatch.setattr(gpt, "provider", Provider)
+    monkeypatch.setattr(gpt_layer_specs, "TESpecProvider", Provider, raising=False)
     monkeypatch.setattr(peer, "fusions", lambda model: {})
 
 

@@ -70,7 +70,7 @@ def checks(config: Any, tables: list[dict[str, tuple[float, float]]]) -> tuple[L
         made.metrics.write = rows.append  # type: ignore[method-assign]
         for number, table in enumerate(tables, 1):
             values = torch.tensor([table.get(name, (0.0, 0.0)) for name in watch._storage], dtype=torch.float64)
-            watch._check = lost_updates._Check(50 * number, 1e-7, DeviceCopy(values))
+            watch._check = (50 * number, 1e-7, DeviceCopy(values))
             watch.judge()
         made.metrics.write = write  # type: ignore[method-assign]
     return watch, rows
