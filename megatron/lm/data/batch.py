@@ -27,7 +27,7 @@ class MicroBatchSampler:
     batch is therefore the same set of samples for any number of ranks. An incomplete row is dropped; no sample repeats.
 
     Raises:
-        ValueError: sizes less than 1, a rank outside the data-parallel group, or consumed_samples outside [0, total_samples].
+        ValueError: consumed_samples outside [0, total_samples].
     """
 
     total_samples: int
@@ -37,10 +37,6 @@ class MicroBatchSampler:
     data_parallel_size: int
 
     def __post_init__(self) -> None:
-        if self.micro_batch_size < 1 or self.data_parallel_size < 1:
-            raise ValueError(f"micro batch {self.micro_batch_size} and data-parallel size {self.data_parallel_size} must be at least 1")
-        if not 0 <= self.data_parallel_rank < self.data_parallel_size:
-            raise ValueError(f"data-parallel rank {self.data_parallel_rank} is outside [0, {self.data_parallel_size})")
         if not 0 <= self.consumed_samples <= self.total_samples:
             raise ValueError(
                 f"{self.consumed_samples} samples are already consumed, but the dataset has {self.total_samples}: "

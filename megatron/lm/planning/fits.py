@@ -7,7 +7,7 @@ from dataclasses import replace
 import psutil
 import torch
 
-from megatron.lm.config import Config, flag
+from megatron.lm.config import Config
 from megatron.lm.config.presets import active_parameter_count, parameter_count
 from megatron.lm.config.rules.precision import attention_refusal
 from megatron.lm.config.sections.precision import MEASURED, saved_activations
@@ -18,8 +18,6 @@ from megatron.lm.planning.layers import vocabulary
 from megatron.lm.planning.memory import GIB, RESERVED, Rank, captured, document_mask, plan
 from megatron.lm.planning.rates import GPUS
 from msamp.nn.saved_activations import AS_IT_IS
-
-ORDER_BYTES = 20  # per sample in the indices of megatron-core's GPTDataset: its position in the data and in the shuffled order
 
 
 def device_memory(gib: float | None, gpu: str | None = None) -> float:
@@ -63,7 +61,6 @@ def check_machine(config: Config, world_size: int) -> None:
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(0).total_memory
     check_fits(config, world_size, device, reserved=0)
-    check_data_order(config, world_size, host)
 
 
 def with_vocabulary(config: Config) -> Config:
@@ -101,19 +98,6 @@ def check_weights(config: Config, device_memory: float) -> None:
             f"{device_memory / GIB:.1f} GiB: lower --num-layers, --hidden-size, --ffn-hidden-size, --kv-channels or vocabulary, "
             "or raise --tensor-model-parallel-size or --pipeline-model-parallel-size"
         )
-
-
-def check_data_order(config: Config, world_size: int, host_memory: float) -> None:
-    """Raise a ValueError if the order of a run's samples needs more than `host_memory` bytes."""
-    batch, training = config.global_batch_size(world_size), config.training
-    length = "train_iters" if training.train_samples is None else "train_samples"
-    for name, samples in ((length, config.samples_read(world_size)), ("eval_iters", training.eval_iters * batch)):
-        size = samples * ORDER_BYTES
-        if size > host_memory:
-            raise ValueError(
-                f"{flag(name)} {getattr(training, name)} reads {samples:.3g} sequences, whose order takes {size / GIB:.1f} GiB, but this "
-                f"machine has {host_memory / GIB:.1f}: lower it, or --global-batch-size {batch}"
-            )
 
 
 def _remedies(config: Config, rank: Rank, copies: int) -> Iterator[str]:

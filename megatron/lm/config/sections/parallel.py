@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.lm.config.sections.schema import COUNT, Range, setting
+from megatron.lm.config.sections.schema import COUNT, Range, names_in, setting
 
 if TYPE_CHECKING:
     from msamp.comm.exchange import Exchange
@@ -23,27 +23,6 @@ AXES = {
     "expert": "expert_model_parallel_size",
     "expert tensor": "expert_tensor_parallel_size",
 }
-
-
-def exchange_names() -> tuple[str, ...]:
-    """Return the values of `--grad-exchange`: built-in and registered gradient exchanges."""
-    from msamp.comm import exchange
-
-    return exchange.names()
-
-
-def grad_scalings() -> tuple[str, ...]:
-    """Return the values of `--grad-scaling` over all exchanges."""
-    from msamp.comm.grad_scaling import GRAD_SCALINGS
-
-    return tuple(GRAD_SCALINGS)
-
-
-def mu_rules() -> tuple[str, ...]:
-    """Return the values of `--mu-rule`."""
-    from msamp.comm.grad_scaling import MU_RULES
-
-    return MU_RULES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,18 +185,18 @@ class CommunicationConfig:
     grad_exchange: str = setting(
         "how FP8 gradients are summed over the ranks: in FP32 by their owner, or in FP8 by NCCL as in the paper",
         "fp32-sum",
-        choices=exchange_names,
+        choices=names_in("msamp.comm.exchange", "names"),
     )
     grad_scaling: str | None = setting(
         "guard against overflow of --grad-exchange nccl: a factor mu that adapts itself, or division by the number of ranks "
         "before or after the sum; derived: auto",
         None,
-        choices=grad_scalings,
+        choices=names_in("msamp.comm.grad_scaling", "GRAD_SCALINGS"),
     )
     mu_rule: str | None = setting(
         "how mu of --grad-scaling auto decreases when gradients saturate: by half, or at once to 1/2 as in the paper; derived: halve",
         None,
-        choices=mu_rules,
+        choices=names_in("msamp.comm.grad_scaling", "MU_RULES"),
     )
     overlap_grad_reduce: bool = setting("send gradients bucket by bucket during backward; on by default, unlike in Megatron-LM", True)
     overlap_param_gather: bool = setting(
@@ -239,7 +218,7 @@ class CommunicationConfig:
 
     @property
     def mu_adaptation(self) -> str | None:
-        """One of `mu_rules`; None if mu is not adaptive."""
+        """One of `MU_RULES`; None if mu is not adaptive."""
         from msamp.comm.grad_scaling import GRAD_SCALINGS
 
         scaling = self.gradient_scaling

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron.lm.config.sections.schema import COUNT, COUNT_OR_ZERO, DECIBEL, NON_NEGATIVE, POSITIVE, SHARE, Range, setting
+from megatron.lm.config.sections.schema import COUNT, COUNT_OR_ZERO, DECIBEL, NON_NEGATIVE, POSITIVE, SHARE, Range, names_in, setting
 
 if TYPE_CHECKING:
     from megatron.lm.config.sections.model import ModelConfig
@@ -39,34 +39,6 @@ def recipe_names() -> tuple[str, ...]:
     from msamp.numerics import recipe
 
     return (*recipe.names(), *baselines.names())
-
-
-def gemm_names() -> tuple[str, ...]:
-    """Return the values of `--fp8-recipe`."""
-    from msamp.numerics.recipe import GEMMS
-
-    return tuple(GEMMS)
-
-
-def output_layer_precisions() -> tuple[str, ...]:
-    """Return the values of `--output-layer-precision`."""
-    from msamp.nn.vocabulary_loss import PRECISIONS
-
-    return PRECISIONS
-
-
-def roundings() -> tuple[str, ...]:
-    """Return the values of `--master-rounding` and `--moment-rounding`."""
-    from msamp.numerics.stochastic_rounding import ROUNDINGS
-
-    return ROUNDINGS
-
-
-def amax_algorithms() -> tuple[str, ...]:
-    """Return the values of `--fp8-amax-compute-algo`."""
-    from msamp.numerics.scaling import ALGORITHMS
-
-    return ALGORITHMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +82,7 @@ class PrecisionConfig(RecipeConfig):
         "block of 128, with FP32 scales as in DeepSeek-V3 or powers of two, or per block of 32 by OCP's rule (mxfp8) or Transformer "
         "Engine's (mxfp8-round-up); derived: the resumed checkpoint's, else the recipe's own: delayed at O1 to O3 and tensorwise with coat",
         None,
-        choices=gemm_names,
+        choices=names_in("msamp.numerics.recipe", "GEMMS"),
     )
     fp8_amax_history_len: int | None = setting(
         "length of delayed scaling's amax history in steps; derived: the checkpoint's, else 16; Megatron-LM: 1",
@@ -121,7 +93,7 @@ class PrecisionConfig(RecipeConfig):
         "which amax of the history delayed scaling uses, the largest or the last; derived: the checkpoint's, else max; Megatron-LM: "
         "most_recent",
         None,
-        choices=amax_algorithms,
+        choices=names_in("msamp.numerics.scaling", "ALGORITHMS"),
     )
     fp8_margin: int | None = setting(
         "headroom of delayed scaling for growing amaxes: its scales are divided by 2^margin; derived: the checkpoint's, else 0",
@@ -182,7 +154,7 @@ class PrecisionConfig(RecipeConfig):
         "precision of the LM head's GEMMs for the training loss: the compute dtype, or at O1 to O3 and with coat FP8 with just-in-time "
         "scales, fp8 for the logits, fp8-all for their two gradients too; returned logits stay in the compute dtype",
         "bf16",
-        choices=output_layer_precisions,
+        choices=names_in("msamp.nn.vocabulary_loss", "PRECISIONS"),
     )
     attention_precision: str = setting(
         "precision of the attention core: the compute dtype, or at O1 to O3 and with coat FP8 with delayed scales, with cuDNN's kernels on "
@@ -219,13 +191,13 @@ class PrecisionConfig(RecipeConfig):
         "rounding of masters narrower than FP32: nearest, which loses updates below half the distance to the next value, or stochastic "
         "with seeded thresholds, which applies them on average; derived: the resumed checkpoint's, else the recipe's own",
         None,
-        choices=roundings,
+        choices=names_in("msamp.numerics.stochastic_rounding", "ROUNDINGS"),
     )
     moment_rounding: str | None = setting(
         "rounding of moments narrower than FP32, except COAT's; stochastic still rounds the second moment to nearest where that keeps it "
         "within 2 %, as in FP16 at --adam-beta2 0.95; derived: the resumed checkpoint's, else the recipe's own",
         None,
-        choices=roundings,
+        choices=names_in("msamp.numerics.stochastic_rounding", "ROUNDINGS"),
     )
     save_activations: str | None = setting(
         "format in which the inputs of norms, GELU and SwiGLU are saved for backward: the compute dtype, or E4M3 with a scale per 16 "

@@ -6,6 +6,7 @@ the machine or imports torch, so a misspelled flag is reported immediately. A na
 when its value is checked.
 """
 
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field
@@ -57,6 +58,16 @@ def setting(help: str, default: Any = MISSING, choices: Choices | None = None, l
     Choices that can be registered are a function that returns them.
     """
     return field(default=default, metadata={"help": help, "choices": choices, "legal": legal})
+
+
+def names_in(module: str, attribute: str) -> Callable[[], tuple[str, ...]]:
+    """Return choices that are the names in a collection of `module`, or what its function returns; imported when they are needed."""
+
+    def names() -> tuple[str, ...]:
+        collection = getattr(importlib.import_module(module), attribute)
+        return tuple(collection() if callable(collection) else collection)
+
+    return names
 
 
 def choices_of(setting: Field) -> tuple[str, ...] | None:

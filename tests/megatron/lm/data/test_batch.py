@@ -85,9 +85,6 @@ def test_global_generator_is_untouched():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"micro_batch_size": 0}, "micro batch 0"),
-        ({"data_parallel_size": 0}, "data-parallel size 0"),
-        ({"data_parallel_rank": 1}, r"rank 1 is outside \[0, 1\)"),
         ({"consumed_samples": 24}, "24 samples are already consumed, but the dataset has 23"),
         ({"consumed_samples": -1}, "-1 samples"),
     ],

@@ -8,7 +8,7 @@ import torch
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
 from megatron.lm.config.presets import parameter_count
-from megatron.lm.planning.fits import ORDER_BYTES, check_data_order, check_fits, device_memory, report, with_vocabulary
+from megatron.lm.planning.fits import check_fits, device_memory, report, with_vocabulary
 from megatron.lm.planning.layers import vocabulary
 from megatron.lm.planning.memory import GIB, plan
 from megatron.lm.planning.rates import GPUS
@@ -59,14 +59,6 @@ def test_what_no_device_holds_is_refused_at_once(name):
     settings, message = HUGE[name]
     with pytest.raises(ValueError, match=message):
         check_fits(flags(f"{TINY} --train-iters 5 {settings}"), 1, 16 * GIB, reserved=0)
-
-
-@pytest.mark.parametrize("name", ["train-iters", "eval-iters"])
-def test_the_order_of_the_data_fits_into_the_machine(name):
-    settings = flags(f"{TINY} --train-iters 5 --eval-iters 0 --{name} 1000")
-    check_data_order(settings, 1, 2000 * ORDER_BYTES)
-    with pytest.raises(ValueError, match=f"--{name}"):
-        check_data_order(settings, 1, 2000 * ORDER_BYTES - 1)
 
 
 def test_dry_run_and_planner_ask_one_function_for_a_gpus_memory(monkeypatch: pytest.MonkeyPatch):
