@@ -6,6 +6,7 @@ in the step (`foreign_hook`). What the host reads during the step is found by `m
 """
 
 import contextlib
+import functools
 import inspect
 import operator
 from collections.abc import Hashable, Iterator
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from msamp.integrations.loop_optimizer import LoopOptimizer
+from msamp.nn.decoder_families import CACHES
 from msamp.nn.scaling_state import TensorScales
 from msamp.numerics.tensor import PLAIN, ScalingTensor
 from msamp.optim.states import is_scaled, local, payload, scale_inv
@@ -208,25 +210,56 @@ def masks_as_in_eager_steps(model: nn.Module) -> Iterator[None]:
 
     Without a mask and packed positions, transformers computes causal attention by a flag, and PyTorch by its fastest kernel. While CUDA
     captures, transformers cannot look whether positions are packed, and builds a mask of [queries, keys]. It does not look if there is a
-    cache. So a model that is called without positions, which are never packed then, gets a cache that stays empty.
+    cache. So a model that is called without positions, which are never packed then, gets a cache that stays empty, and masks of its own for
+    SDPA (`_causal_by_flag`).
     """
 
     def give(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         config: Any = module.config
         caches = kwargs.get("use_cache", config.use_cache) and not (module.training and getattr(module, "gradient_checkpointing", False))
-        given = any(kwargs.get(name) is not None for name in ("past_key_values", "attention_mask", "position_ids"))
-        return None if given or caches or len(args) > 1 else (args, {**kwargs, "past_key_values": NoCache()})
+        given = any(kwargs.get(name) is not None for name in (*CACHES, "attention_mask", "position_ids"))
+        return None if given or caches or len(args) > 1 else (args, {**kwargs, _cache_of(module): NoCache()})
 
-    handles = [
-        module.register_forward_pre_hook(give, with_kwargs=True)
+    decoders: list[Any] = [
+        module
         for module in model.modules()
         if hasattr(module, "save_pretrained")
         and hasattr(getattr(module, "config", None), "use_cache")
         and not getattr(module.config, "is_encoder_decoder", False)
-        and "past_key_values" in inspect.signature(module.forward).parameters
+        and _cache_of(module)
     ]
+    by_flag = [module.config for module in decoders if getattr(module.config, "_attn_implementation", None) == "sdpa"]
+    handles = [module.register_forward_pre_hook(give, with_kwargs=True) for module in decoders]
+    for config in by_flag:
+        config._attn_implementation = _causal_by_flag()
     try:
         yield
     finally:
+        for config in by_flag:
+            config._attn_implementation = "sdpa"
         for handle in handles:
             handle.remove()
+
+
+def _cache_of(module: nn.Module) -> str:
+    """Return the name of the cache among the arguments of `forward`; "" without."""
+    return next((name for name in CACHES if name in inspect.signature(module.forward).parameters), "")
+
+
+@functools.cache
+def _causal_by_flag() -> str:
+    """Register transformers' SDPA with masks that do not depend on whether CUDA captures, and return its name: up to transformers 5.17 at
+    least, every mask is built then."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.modeling_utils import AttentionInterface
+
+    def mask(**given: Any) -> torch.Tensor | None:
+        window, keys = given.get("local_size"), given["kv_length"]
+        plain = given["allow_is_causal_skip"] and given["attention_mask"] is None and given["q_length"] == keys
+        return None if plain and (window is None or keys < window) else sdpa_mask(**given)
+
+    name = "sdpa_as_in_eager_steps"
+    AttentionInterface.register(name, sdpa_attention_forward)
+    AttentionMaskInterface.register(name, mask)
+    return name
