@@ -141,7 +141,7 @@ class _Tensorwise:
         return Operand(cast_weight[1], None, scale_inv, scale_inv, TENSORWISE)
 
     def multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast: bool) -> torch.Tensor:
-        return ops.scaled_mm(a.codes, b.codes, a.scale_inv, b.scale_inv, bias, dtype, fast_accum=fast)
+        return ops.scaled_mm(a.payload, b.payload, a.scale_inv, b.scale_inv, bias, dtype, fast_accum=fast)  # type: ignore[arg-type]
 
 
 class _ByDefinition:

@@ -147,6 +147,11 @@ def test_strided_input_and_no_rows(triton_device):
     assert not grad_bias.any()
 
 
+def test_a_residual_of_another_dtype(triton_device):
+    x, residual = (make("normal", (70, 96), seed=seed, device=triton_device) for seed in (0, 3))
+    assert_same_forward(x, residual.bfloat16(), True, 8.0, E4M3.dtype)
+
+
 def assert_same_backward(shape, dtype, rms, with_residual, device, kind="normal") -> None:
     x, grad_y = make(kind, shape, device=device).to(dtype), make("normal", shape, seed=4, device=device).to(dtype)
     grad_residual = make("normal", shape, seed=5, device=device).to(dtype) if with_residual else None
