@@ -22,12 +22,10 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from msamp.nn.block import Norm
 from msamp.nn.decoder_families import CACHES, Family, arguments_of, family_of, host_of, unrecognized
@@ -44,12 +42,6 @@ from msamp.numerics.tensor import ScalingTensor
 
 _LOSS = ("transformers.loss.loss_utils", "ForCausalLMLoss")
 _LOSS_ARGUMENTS = "logits labels vocab_size num_items_in_batch ignore_index shift_labels kwargs"
-_SDPA = {  # kernel, fastest first -> whether it is enabled
-    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
-    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
-    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
-    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
-}
 _SILU = ("SiLU", "SiLUActivation")
 _MULTIPLE = 16  # rows of joined weights and their width, for the FP8 GEMMs
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -137,9 +129,7 @@ class FusedDecoderLayer(_Fused):
         if family.window:
             passed["sliding_window"] = getattr(own if family.window == "attention" else own.config, "sliding_window", None)
         dropout = own.attention_dropout if own.training else 0.0
-        core = _core(own)
-        with _kernels(own.config._attn_implementation, query, mask, dropout):
-            o, _ = core(own, query, key, value, mask, dropout=dropout, scaling=own.scaling, **passed)
+        o, _ = _core(own)(own, query, key, value, mask, dropout=dropout, scaling=own.scaling, **passed)
         o = o.reshape(*x.shape[:-1], -1)
         if _why_apart((), (own.o_proj,), None):
             return x, own.o_proj(o)
@@ -235,16 +225,6 @@ def _core(attention: nn.Module) -> Callable[..., tuple[torch.Tensor, Any]]:
     functions = module.ALL_ATTENTION_FUNCTIONS
     name, eager = attention.config._attn_implementation, module.eager_attention_forward  # type: ignore[union-attr]
     return functions.get_interface(name, eager)  # type: ignore[no-any-return]
-
-
-def _kernels(implementation: str, query: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> AbstractContextManager[None]:
-    """Let torch's attention without a mask prefer cuDNN's kernels, as the trainer does: they take half of flash attention's time (H200).
-    Kernels that the loop has disabled stay disabled, and deterministic algorithms keep torch's order."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    if implementation != "sdpa" or mask is not None or dropout or deterministic or not query.is_cuda or torch.compiler.is_compiling():
-        return nullcontext()
-    enabled = [kernel for kernel, is_enabled in _SDPA.items() if is_enabled()]
-    return sdpa_kernel(enabled, set_priority=True) if SDPBackend.CUDNN_ATTENTION in enabled else nullcontext()
 
 
 def why_not_attention(layer: nn.Module, converted: "set[int] | None" = None) -> str:
