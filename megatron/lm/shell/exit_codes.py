@@ -21,7 +21,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from typing import NoReturn, ParamSpec
+from typing import Any, NoReturn, ParamSpec, TextIO
 
 from megatron.lm.errors import RunStopped, missing, report
 
@@ -31,6 +31,20 @@ SAVE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)  
 _SMALLER = "use a smaller model, batch or sequence, or more processes (--dry-run of megatron.lm.pretrain prints the memory of each)"
 _OTHER_RANK = "another process of this run has ended or cannot be reached: see its own error message"
 P = ParamSpec("P")
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+class _Shown:
+    """A text stream that shows control characters as escapes: names and texts of files could set a terminal's title or clear it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(text.translate(_CONTROLS))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def command(main: Callable[P, int | None]) -> Callable[P, int]:
@@ -40,15 +54,20 @@ def command(main: Callable[P, int | None]) -> Callable[P, int]:
     def guarded(*args: P.args, **kwargs: P.kwargs) -> int:
         # megatron-core warns at every import about optional packages that are not installed.
         warnings.filterwarnings("ignore", message=".*(Apex|Transformer.Engine)", module=r"(?!megatron\.lm|msamp)")
-        try:
-            return main(*args, **kwargs) or 0
-        except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # only cleanup is left
-            return _print("interrupted by SIGINT", INTERRUPTED)
-        except Exception as error:
-            return _ends(error)
+        with contextlib.redirect_stdout(_shown(sys.stdout)), contextlib.redirect_stderr(_shown(sys.stderr)):
+            try:
+                return main(*args, **kwargs) or 0
+            except KeyboardInterrupt:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # only cleanup is left
+                return _print("interrupted by SIGINT", INTERRUPTED)
+            except Exception as error:
+                return _ends(error)
 
     return guarded
+
+
+def _shown(stream: Any) -> Any:
+    return stream if isinstance(stream, _Shown) else _Shown(stream)  # a command may call another
 
 
 def leave_at_once(error: Exception) -> NoReturn:

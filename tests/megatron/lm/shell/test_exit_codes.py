@@ -1,6 +1,7 @@
 """How a command ends: every kind of failure as one line and a code, and the traceback of what nobody foresaw."""
 
 import argparse
+import contextlib
 import errno
 import json
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.lm.command import dispatch
 from megatron.lm.errors import RunStopped
 from megatron.lm.shell import arguments, exit_codes
 
@@ -186,3 +188,18 @@ def test_a_path_that_can_serve_is_taken(tmp_path):
     assert arguments.output_file(f"{tmp_path}/new/rows.csv") == tmp_path / "new" / "rows.csv"
     assert not list(tmp_path.iterdir())
     assert arguments.count(2)("2") == 2
+
+
+@pytest.mark.parametrize("tool", ["compare", "report", "inspect", "evaluate"])
+def test_control_characters_of_files_are_shown_as_escapes(tool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = tmp_path / "a\x1b]0;b\x07"
+    folder.mkdir()
+    (folder / "m.jsonl").write_text('{"kind": "train\\u001b[2J"}\n')
+    name = str(folder / "m.jsonl")
+    flags = {"compare": ["--base", name, "--other", name], "report": ["--run", f"a={name}", "--out", str(tmp_path / "out")]}
+    flags |= {"inspect": [name], "evaluate": ["--load", name]}
+    with contextlib.suppress(SystemExit):
+        dispatch.main([tool, *flags[tool]])
+    shown = "".join(capsys.readouterr())
+    assert "\\x1b" in shown
+    assert not set(shown) & {"\x1b", "\x07"}
