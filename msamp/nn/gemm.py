@@ -28,7 +28,7 @@ block scales, and `scaling_state` the scales that a layer keeps from step to ste
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -96,20 +96,55 @@ class Operand(NamedTuple):
         return Operand(self.payload_t, self.payload, self.scale_inv_t, self.scale_inv, self.granularity)
 
 
-class GranularityKernels(Protocol):
-    """How one granularity casts operands and multiplies them."""
+class GranularityKernels:
+    """How one granularity casts operands and multiplies them: here any, by its definition in plain torch, `maxima`, `spread`, `quantize`
+    and the FP32 product of the values."""
 
     def cast(self, x: torch.Tensor, slot: CastScales, cast: Cast, row: bool, col: bool, combine: Combine | None) -> Operand:
         """`x` [M, K] in the requested layouts; see `cast_operand`."""
+        if slot.amax is not None:
+            slot.amax.copy_(torch.maximum(slot.amax, ops.amax(x)))
+        nothing = x.new_empty(0, dtype=torch.float32)
+        payload, scale_inv = _quantized(x, cast) if row else (None, nothing)
+        payload_t, scale_inv_t = _quantized(x.t(), cast) if col else (None, nothing)
+        return Operand(payload, payload_t, scale_inv, scale_inv_t, cast.granularity)
 
     def weight(self, payload: torch.Tensor, scales: Scales, cast: Cast, transpose: bool) -> Operand:
         """A stored weight [N, K] in one layout; see `LayerGemm.weight`."""
+        values = dequantize(payload, scales[0])
+        codes, scale_inv = _quantized(values.t() if transpose else values, cast)
+        return Operand(codes, None, scale_inv, scale_inv, cast.granularity)
 
     def multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast: bool) -> torch.Tensor:
         """`a b^T + bias` [M, N] of `dtype`, from both operands' `payload`."""
+        _say_once(str(a.granularity), str(b.granularity))
+        out = (_values(a) @ _values(b).t()).to(dtype)
+        return out if bias is None else out + bias
 
 
-class _Tensorwise:
+def _quantized(x: torch.Tensor, cast: Cast) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the payload and one scale_inv per set of elements; NaN where a set is not finite."""
+    amax = cast.granularity.maxima(x)
+    scale = cast.scaling.next_scale(amax.unsqueeze(-1), cast.format.max, 1.0)
+    payload = quantize(x, cast.granularity.spread(scale, x.shape), cast.format).contiguous()
+    return payload, inverse(scale).masked_fill(~amax.isfinite(), float("nan"))
+
+
+def _values(operand: Operand) -> torch.Tensor:
+    """Return the dequantized values, FP32 [M, K]."""
+    return dequantize(operand.codes, operand.element_scale_inv)
+
+
+@functools.cache
+def _say_once(*granularities: str) -> None:
+    warnings.warn(
+        f"there is no kernel for operands of granularity {' and '.join(granularities)}: casts and products run in plain torch, with the "
+        "same numbers but slower than BF16",
+        stacklevel=2,
+    )
+
+
+class _Tensorwise(GranularityKernels):
     """One scale per tensor: kernels cast and multiply, and one read writes both layouts."""
 
     def cast(self, x: torch.Tensor, slot: CastScales, cast: Cast, row: bool, col: bool, combine: Combine | None) -> Operand:
@@ -144,51 +179,7 @@ class _Tensorwise:
         return ops.scaled_mm(a.payload, b.payload, a.scale_inv, b.scale_inv, bias, dtype, fast_accum=fast)  # type: ignore[arg-type]
 
 
-class _ByDefinition:
-    """Any other granularity, by its definition in plain torch: `maxima`, `spread`, `quantize`, and the FP32 product of the values."""
-
-    def cast(self, x: torch.Tensor, slot: CastScales, cast: Cast, row: bool, col: bool, combine: Combine | None) -> Operand:
-        if slot.amax is not None:
-            slot.amax.copy_(torch.maximum(slot.amax, ops.amax(x)))
-        nothing = x.new_empty(0, dtype=torch.float32)
-        payload, scale_inv = _quantized(x, cast) if row else (None, nothing)
-        payload_t, scale_inv_t = _quantized(x.t(), cast) if col else (None, nothing)
-        return Operand(payload, payload_t, scale_inv, scale_inv_t, cast.granularity)
-
-    def weight(self, payload: torch.Tensor, scales: Scales, cast: Cast, transpose: bool) -> Operand:
-        values = dequantize(payload, scales[0])
-        codes, scale_inv = _quantized(values.t() if transpose else values, cast)
-        return Operand(codes, None, scale_inv, scale_inv, cast.granularity)
-
-    def multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast: bool) -> torch.Tensor:
-        _say_once(str(a.granularity), str(b.granularity))
-        out = (_values(a) @ _values(b).t()).to(dtype)
-        return out if bias is None else out + bias
-
-
-def _quantized(x: torch.Tensor, cast: Cast) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the payload and one scale_inv per set of elements; NaN where a set is not finite."""
-    amax = cast.granularity.maxima(x)
-    scale = cast.scaling.next_scale(amax.unsqueeze(-1), cast.format.max, 1.0)
-    payload = quantize(x, cast.granularity.spread(scale, x.shape), cast.format).contiguous()
-    return payload, inverse(scale).masked_fill(~amax.isfinite(), float("nan"))
-
-
-def _values(operand: Operand) -> torch.Tensor:
-    """Return the dequantized values, FP32 [M, K]."""
-    return dequantize(operand.codes, operand.element_scale_inv)
-
-
-@functools.cache
-def _say_once(*granularities: str) -> None:
-    warnings.warn(
-        f"there is no kernel for operands of granularity {' and '.join(granularities)}: casts and products run in plain torch, with the "
-        "same numbers but slower than BF16",
-        stacklevel=2,
-    )
-
-
-class _Blocks:
+class _Blocks(GranularityKernels):
     """One just-in-time scale per block: `ops.block_cast` casts and `ops.block_scaled_mm` multiplies; see `msamp.numerics.block_scale`.
 
     A weight that is stored in FP8 is used as it is, with its one scale repeated for every block: rounding it again would lose more than
@@ -198,7 +189,7 @@ class _Blocks:
     def cast(self, x: torch.Tensor, slot: CastScales, cast: Cast, row: bool, col: bool, combine: Combine | None) -> Operand:
         rule, block = name_of(cast.scaling), _block(cast)
         if rule is None or not has_kernel(block.rows, block.columns):
-            return _DEFINITION.cast(x, slot, cast, row, col, combine)
+            return super().cast(x, slot, cast, row, col, combine)
         payload, table, payload_t, table_t = ops.block_cast(
             x, None, slot.amax, rows=block.rows, columns=block.columns, dtype=cast.format.dtype, scale_rule=rule, row=row, col=col
         )
@@ -211,7 +202,7 @@ class _Blocks:
             table = scales[0].expand(block.scales_shape(stored.shape)).contiguous()
             return Operand(stored, None, table, table, block)
         if rule is None or not has_kernel(block.rows, block.columns):
-            return _DEFINITION.weight(payload, scales, cast, transpose)
+            return super().weight(payload, scales, cast, transpose)
         blocks = ops.block_cast(
             payload,
             scales[0],
@@ -229,7 +220,7 @@ class _Blocks:
     def multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast: bool) -> torch.Tensor:
         left, right = a.granularity, b.granularity
         if not (isinstance(left, Block) and isinstance(right, Block) and have_product(left, right)):
-            return _DEFINITION.multiply(a, b, bias, dtype, fast)
+            return super().multiply(a, b, bias, dtype, fast)
         blocks = {"a_block": (left.rows, left.columns), "b_block": (right.rows, right.columns)}
         return ops.block_scaled_mm(a.codes, b.codes, a.scale_inv, b.scale_inv, bias, dtype, **blocks)
 
@@ -239,7 +230,7 @@ def _block(cast: Cast) -> Block:
     return cast.granularity
 
 
-_DEFINITION = _ByDefinition()
+_DEFINITION = GranularityKernels()
 _KERNELS: dict[type, GranularityKernels] = {type(TENSORWISE): _Tensorwise(), Block: _Blocks()}
 
 
