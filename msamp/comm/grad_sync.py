@@ -356,6 +356,7 @@ class GradSync:
             self._send_next()
         self.sender.wait()
 
+    @torch._disable_dynamo  # of a compiled training step: a hook runs as it is
     def _send_next(self) -> None:
         bucket = self.buckets[self._next]
         self._next += 1

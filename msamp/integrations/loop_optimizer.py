@@ -208,6 +208,7 @@ class LoopOptimizer(LowPrecisionOptimizer):
         cast to FP8; on several, they accumulate in the recipe's accumulator and none is sent."""
         return self.casts.paused() if self.grad_sync is None else self.grad_sync.no_sync()
 
+    @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Like torch's, but also drop gradients that were already sent to other processes. If no step used the gradients, their amaxes are
         not recorded as usual (`ScalingState.abandon`). Collective if a backward has run since the last step."""

@@ -1,6 +1,5 @@
 """Delayed scaling: the amax histories and scales of a model's FP8 tensors, stored on the device and rolled once per step."""
 
-import functools
 import weakref
 from collections.abc import Mapping
 from operator import is_
@@ -186,6 +185,7 @@ class LinearScaling(TensorScales):
         channels: their scales, or None.
         raised: whether the layer computes in BF16 for now (`msamp.nn.raised_linear`); `msamp.nn.precision_guard` sets it. No buffer: a
             guard's state has it.
+        fusible: `Gemms.fusible`, which takes long enough to show in every forward of a fused layer.
 
     Raises:
         ValueError: if a cast is not supported (`check_gemm`), `wire` is not the format of an operand or has block scales, or channels have
@@ -197,18 +197,13 @@ class LinearScaling(TensorScales):
         check_device(gemm, torch.device(device or "cpu"))
         operands = (gemm.input, gemm.grad_output)
         super().__init__(operands if wire is None else (*operands, wire_cast(wire, operands)), device)
-        self.gemm, self.raised = gemm, False
+        self.gemm, self.raised, self.fusible = gemm, False, gemm.fusible
         self.channels: ChannelScales | None = None
         if channels:
             self.add_channels(channels)
         self._weight_refs: tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]] | None = None  # payload and scale_inv
         self._weight_seen = 0  # version of the payload for which `_weight_scales` was computed
         self._weight_scales: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @functools.cached_property
-    def fusible(self) -> bool:
-        """`Gemms.fusible`, which takes long enough to show in every forward of a fused layer."""
-        return self.gemm.fusible
 
     @property
     def described(self) -> str:
@@ -281,6 +276,10 @@ class LinearScaling(TensorScales):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_weight_refs": None, "_weight_scales": None}  # a copy measures its own weight
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.fusible = self.gemm.fusible  # missing in what was pickled before there were fused layers
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self._weight_refs = self._weight_scales = None

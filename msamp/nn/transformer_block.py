@@ -105,6 +105,7 @@ class TransformerBlock(nn.Module):
             y = functional.gelu(y, approximate="tanh") if self.activation == "gelu" else functional.relu(y).square()
         return x + self.fc2(y)
 
+    @torch._disable_dynamo  # torch.compile calls the block as a whole: its kernels are fused already
     def _fused(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         qkv, proj, fc1, fc2 = (LayerGemm.of(layer.scaling, layer.weight) for layer in self._linears())  # type: ignore[arg-type]
         attention = AttentionSettings(

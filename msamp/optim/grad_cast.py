@@ -181,6 +181,7 @@ class BackwardCasts:
         for place in list(self._pending):
             self._cast(place)
 
+    @torch._disable_dynamo  # of a compiled training step: a hook runs as it is
     @torch.no_grad()
     def _cast(self, place: Place) -> None:
         device, stream = place

@@ -293,13 +293,12 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         """Make the compute stream wait for all weights that are still being gathered (under ZeRO, on a GPU)."""
         self.shard.wait()
 
+    @torch._disable_dynamo  # a graph break in a compiled training step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient, or none at all if a gradient is not finite."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         self.update()
         return loss
 

@@ -358,3 +358,15 @@ def test_on_a_gpu(family):
             optimizer.step()
     losses = [model(input_ids=tokens, labels=tokens).loss.item() for model in (fused, unfused)]
     assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+
+
+def test_compiled_layers_have_no_graph_break():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, optimizer = begin(build())
+    for layer in layers(model):
+        layer.compile(backend="aot_eager")
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    optimizer.step()
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

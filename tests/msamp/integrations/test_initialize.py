@@ -197,6 +197,44 @@ def test_the_compiled_model_trains_alike(backend: str):
     assert torch.allclose(got, want, rtol=1e-3)
 
 
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(msamp.TransformerBlock(32, 2, 64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_compiled_layers_have_no_graph_break_and_a_compiled_step_has_one_around_the_update():
+    counters = torch._dynamo.utils.counters
+    for model, x, breaks in ((mlp(), next(batches(1))[0], 0), (Blocks(), torch.randn(6, 2, 32), 1)):  # a block is called as a whole
+        torch._dynamo.reset()
+        counters.clear()
+        model, optimizer = msamp.initialize(model, adamw(model), "O3", accept=lambda name, layer: True)
+        for block in getattr(model, "blocks", [model]):
+            block.compile(backend="aot_eager")
+        model(x).square().mean().backward()
+        optimizer.step()
+        assert len(counters["graph_break"]) == breaks
+    torch._dynamo.reset()
+    whole, eager = mlp(), mlp()
+    whole, optimizer = msamp.initialize(whole, adamw(whole))
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = (whole(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    compiled = torch.compile(step, backend="eager")
+    got = torch.stack([compiled(x, y) for x, y in batches(4)])
+    assert torch.allclose(got, train(*msamp.initialize(eager, adamw(eager)), 4), rtol=1e-3)
+
+
 @pytest.mark.gpu
 @every_level
 def test_graphs_of_torch_train_as_an_eager_loop_does(level):
