@@ -31,7 +31,7 @@ from msamp.nn.block import Norm
 from msamp.nn.decoder_families import CACHES, Family, arguments_of, family_of, host_of, unrecognized
 from msamp.nn.gemm import LayerGemm
 from msamp.nn.linear import FP8Linear
-from msamp.nn.linear_fn import LinearFunction, LinearSettings
+from msamp.nn.linear_fn import LinearFunction, LinearSettings, checked_label
 from msamp.nn.mlp_block import MLPBlock, MLPSettings
 from msamp.nn.projection_block import ProjectionBlock, ProjectionSettings
 from msamp.nn.saved_activations import AS_IT_IS
@@ -133,7 +133,9 @@ class FusedDecoderLayer(_Fused):
         o = o.reshape(*x.shape[:-1], -1)
         if _why_apart((), (own.o_proj,), None):
             return x, own.o_proj(o)
-        settings_of_o = LinearSettings(_gemm((own.o_proj,)), label=own.o_proj.weight.label, cast_again=True)  # attention saves `o` too
+        settings_of_o = LinearSettings(
+            _gemm((own.o_proj,)), label=checked_label(own.o_proj.weight, o), cast_again=True
+        )  # attention saves `o` too
         return x, LinearFunction.apply(o, own.o_proj.weight, own.o_proj.bias, settings_of_o)  # type: ignore[no-untyped-call]
 
     def _mlp(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
