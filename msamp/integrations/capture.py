@@ -24,7 +24,6 @@ between steps, such as evaluation, an average of the weights (EMA), or saving an
 """
 
 import gc
-import itertools
 import logging
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -39,13 +38,11 @@ from msamp.integrations.replay_checks import (
     CONSTANTS,
     WINDOWS,
     Probe,
-    State,
     changed_flags,
+    check_no_gradients,
     flags,
     foreign_hook,
     masks_as_in_eager_steps,
-    name_in,
-    state_of,
 )
 from msamp.kernels.cuda_graph import HostReads, capturing, unregistrable
 from msamp.numerics.tensor import PLAIN
@@ -150,9 +147,7 @@ class CapturedStep:
         self._group = _host_group(self._collective)
         self._graphs: dict[Hashable, _Graph] = {}
         self._eager_steps: dict[Hashable, int] = {}  # by shape of inputs, with the current state
-        self._state: State = []
-        self._probe: Probe | None = None  # while there are graphs
-        self._measured = False  # whether a precision guard or a recorder measures this step
+        self._probe: Probe | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step. Collective.
@@ -165,8 +160,8 @@ class CapturedStep:
         inputs, key, filled = self._flat((args, kwargs), device)
         for module in _sharded(self.model):
             module.reshard()  # an evaluation leaves gathered weights, which a replay would not update
-        if self._probe is None or not self._probe.same():
-            self._note_state()
+        check_no_gradients(self.model)
+        self._note_changes()
         plan = self._agreed(self._plan(key, device))
         if plan == _EAGER:
             return self._eagerly(inputs, filled, key, device)
@@ -192,7 +187,7 @@ class CapturedStep:
             torch.cuda.synchronize()
         for done in self._graphs.values():
             done.graph.reset()
-        self._graphs, self._eager_steps, self._pool, self._probe = {}, {}, None, None
+        self._graphs, self._eager_steps, self._pool = {}, {}, None
 
     def __deepcopy__(self, memo: Any) -> "CapturedStep":
         raise ValueError("a captured step cannot be copied or pickled, since forward_backward runs the original model; capture the copy's")
@@ -237,28 +232,26 @@ class CapturedStep:
                 "after fully_shard, and load weights by load_state_dict without assign=True, which replaces parameters"
             )
 
-    def _note_state(self, *, own: bool = False) -> None:
+    def _note_changes(self, *, own: bool = False) -> None:
         """Drop the graphs if the model or the optimizer is no longer what they were captured from; `own`: by an eager step of this object,
         so that nothing new speaks for a capture."""
-        state, self._measured = state_of(self.model, self.optimizer, self._own)
-        if [(id(part), told) for part, told in state] == [(id(part), told) for part, told in self._state]:
-            self._probe = Probe(self.model, self.optimizer, self._own) if self._graphs else None
-            return
-        pairs = itertools.zip_longest(state, self._state, fillvalue=("the number of modules", None))
-        part, before = next((new[0], old[0]) for new, old in pairs if new[0] is not old[0] or new[1] != old[1])
-        if self._graphs:
-            if part is not WINDOWS:
-                where = name_in(self.model, part, before)
-                self._say(f"{where} changed since the step was captured; a step is eager, then one is captured again")
+        changed = None if self._probe is None else self._probe.changed()
+        if changed is not None and self._graphs:
+            if changed is not WINDOWS:
+                self._say(f"{changed} changed since the step was captured; a step is eager, then one is captured again")
             self.release()
-        if self._state and not own and part is not WINDOWS:
+        if changed is not None and changed is not WINDOWS and not own:
             self._check_parameters()
             self.obstacle = None
-        self._state = state
+        if changed is not None or self._probe is None:
+            self._probe = Probe(self.model, self.optimizer, self._own)
 
     def _plan(self, key: Hashable, device: torch.device) -> int:
         """Return what this process can do in this step."""
-        if not _graphs_on(device) or self.obstacle is not None or self._measured or (self._own is not None and self._own.shard.stale):
+        assert self._probe is not None
+        if not _graphs_on(device) or self.obstacle is not None or self._probe.measured():
+            return _EAGER
+        if self._own is not None and self._own.shard.stale:
             return _EAGER
         if key in self._graphs:
             return _REPLAY
@@ -318,7 +311,7 @@ class CapturedStep:
                 result = self._step(inputs, filled)
             current.wait_stream(self._stream)
             result = tree_map(_copied, result)
-        self._note_state(own=True)
+        self._note_changes(own=True)
         return result
 
     def _step(self, inputs: list[torch.Tensor], filled: Callable[..., Any]) -> Any:

@@ -1,7 +1,7 @@
 """What would make the replay of a captured training step wrong, for `msamp.capture`.
 
 A replay launches the kernels of one step again, with the same addresses, and runs no Python. So it is wrong once modules, parameters or
-states are others than those of the capture (`state_of`), if the step changes Python's state (`changed_flags`), or if other code has hooks
+states are others than those of the capture (`Probe`), if the step changes Python's state (`changed_flags`), or if other code has hooks
 in the step (`foreign_hook`). What the host reads during the step is found by `msamp.kernels.cuda_graph.HostReads`.
 """
 
@@ -9,7 +9,7 @@ import contextlib
 import functools
 import inspect
 import operator
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,104 +18,75 @@ from torch import nn
 from msamp.integrations.loop_optimizer import LoopOptimizer
 from msamp.nn.decoder_families import CACHES
 from msamp.nn.scaling_state import TensorScales
-from msamp.numerics.tensor import PLAIN, ScalingTensor
-from msamp.optim.states import is_scaled, local, payload, scale_inv
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.states import local
 
 CONSTANTS = {bool, int, float, str, type(None), torch.dtype, torch.device}
 WINDOWS = "the windows of delayed scaling"
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-State = list[tuple[Any, Hashable]]
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, own: LoopOptimizer | None) -> tuple[State, bool]:
-    """Return what a graph depends on, as pairs of a module, tensor or name and what it looks like, and whether a precision guard or a
-    recorder measures the next step. `own`: the optimizer, if it is one of this library.
-
-    Raises:
-        ValueError: if a parameter has a gradient.
-    """
-    state: State = []
-    windows: list[Any] = []
-    waiting, seen, measured = [model], set(), False
-    while waiting:
-        module = waiting.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        held = vars(module)
-        buffers = held["_buffers"].values()
-        if isinstance(module, TensorScales):
-            windows.append(held["_filled"])
-            measured |= bool(held["watches"] or held["checks"])
-        before, after, before_backward, after_backward = (held[kind] for kind in _HOOKS)
-        hooks = len(before) + len(after) + len(before_backward) + len(after_backward)
-        state.append((module, (hooks, *flags(module).values())))
-        for p in held["_parameters"].values():
-            if p is not None:
-                state.append((p, (p.requires_grad, *_addresses(p))))
-                if p.grad is not None:
-                    raise ValueError(
-                        f"{name_in(model, p)} has a gradient from outside the captured step, which a replay would not add to; call "
-                        "optimizer.zero_grad() first, or run every micro-batch inside forward_backward"
-                    )
-        state += [(x, _addresses(x)) for x in buffers if x is not None]
-        waiting += [child for child in reversed(held["_modules"].values()) if child is not None]
-    states = [x for held in optimizer.state.values() for x in held.values() if isinstance(x, torch.Tensor)]
-    state.append((WINDOWS, tuple(windows)))
-    state.append(("the memory of the optimizer's states", tuple(address for x in states for address in _addresses(x))))
-    state.append(("the optimizer's groups", tuple(id(p) for group in optimizer.param_groups for p in (*group["params"], None))))
-    state.append(("clip_grad", None if own is None else own.clip_grad))
-    return state, measured
 
 
 class Probe:
-    """A quick check before each replay whether `state_of` would return what it last returned: a fifth of its time. It may say no wrongly.
+    """What a graph depends on, as it was when this object was made: modules, flags, the memory of tensors, the optimizer's groups. It is
+    compared before each replay, so it is quick.
 
     Args:
-        model, optimizer, own: as for `state_of`.
+        model: the model.
+        optimizer: its optimizer.
+        own: the same, if it is one of this library.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, own: LoopOptimizer | None) -> None:
-        self.optimizer, self._own = optimizer, own
-        self._kept = [*model.modules(), *model.buffers()]  # alive, so that nothing else gets their identity
-        self._scales = [vars(module) for module in model.modules() if isinstance(module, TensorScales)]
-        self._modules = [(vars(module), operator.itemgetter("_modules", *_HOOKS, *flags(module))) for module in model.modules()]
+        self._optimizer, self._own = optimizer, own
+        modules = dict(model.named_modules())
+        self._scales = [vars(module) for module in modules.values() if isinstance(module, TensorScales)]
+        self._modules = [
+            (f"module {name or type(module).__name__!r}", vars(module), operator.itemgetter("_modules", *_HOOKS, *flags(module)))
+            for name, module in modules.items()
+        ]
         # Not the buffers of scales: whatever replaces them replaces the layer's weight too.
-        holders = [(module._parameters, {} if isinstance(module, TensorScales) else module._buffers) for module in model.modules()]
-        self._holders = [own for pair in holders for own in pair if own]
+        plain = [module._buffers for module in modules.values() if not isinstance(module, TensorScales)]
+        self._holders = [held for held in (*(module._parameters for module in modules.values()), *plain) if held]
         self._params = list(model.parameters())
+        self._kept = [*modules.values(), *self._params, *model.buffers()]  # alive, so that nothing else gets their identity
         self._seen = self._look()
         self._versions = self._written()
 
-    def _look(self) -> list[Any]:
-        """Return modules and flags, tensors by identity, memory, and groups."""
-        held: list[Any] = [x for own in self._holders for x in own.values()]
-        states = [x for state in self.optimizer.state.values() for x in state.values()]
-        parts = [x.payload if type(x) is ScalingTensor else local(x) for x in (*held, *states) if isinstance(x, torch.Tensor)]
-        parts = [x.payload if type(x) is ScalingTensor else x for x in parts]
-        modules = []
-        for own, pick in self._modules:
+    def _look(self) -> list[tuple[str, Any]]:
+        """Return what is compared, by a name for messages."""
+        seen: list[tuple[str, Any]] = []
+        for name, own, pick in self._modules:
             children, before, after, before_backward, after_backward, *values = pick(own)
-            modules += [len(before) + len(after) + len(before_backward) + len(after_backward), *map(id, children.values()), *values]
-        windows = [(own["_filled"], bool(own["watches"]), bool(own["checks"])) for own in self._scales]
-        groups = [len(group["params"]) for group in self.optimizer.param_groups]
+            hooks = len(before) + len(after) + len(before_backward) + len(after_backward)
+            seen.append((name, (hooks, *map(id, children.values()), *values)))
+        held = [x for own in self._holders for x in own.values() if x is not None]
+        states = [x for state in self._optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+        parts = [x.payload if type(x) is ScalingTensor else x for x in map(local, (*held, *states))]
         return [
-            *(modules, windows, groups, list(map(id, held)), None if self._own is None else self._own.clip_grad),
-            *([x.data_ptr() for x in parts], [p.requires_grad for p in self._params], [p.grad is None for p in self._params]),
+            *seen,
+            (WINDOWS, [own["_filled"] for own in self._scales]),
+            ("the memory of parameters, buffers or optimizer states", ([*map(id, held)], [x.data_ptr() for x in parts])),
+            ("requires_grad of a parameter", [p.requires_grad for p in self._params]),
+            ("the optimizer's groups", [[*map(id, group["params"])] for group in self._optimizer.param_groups]),
+            ("clip_grad", None if self._own is None else self._own.clip_grad),
         ]
 
     def _written(self) -> list[int]:
-        """Return the versions of weights and states."""
-        states = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+        states = [x for state in self._optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
         parts = [local(x) for x in (*self._params, *states)]
-        return [x.payload._version if isinstance(x, ScalingTensor) else x._version for x in parts]
+        return [x.payload._version if type(x) is ScalingTensor else x._version for x in parts]
 
-    def same(self) -> bool:
-        """Return whether nothing has changed but values of tensors."""
+    def changed(self) -> str | None:
+        """Return the name of something that is no longer what it was, apart from values of tensors; None if nothing has changed."""
         try:
-            return self._look() == self._seen
+            now = self._look()
         except KeyError:  # a flag is gone
-            return False
+            return "a flag of a module"
+        return None if now == self._seen else next(name for (name, value), old in zip(now, self._seen, strict=True) if value != old[1])
+
+    def measured(self) -> bool:
+        """Return whether a precision guard or a recorder measures this step."""
+        return any(own["watches"] or own["checks"] for own in self._scales)
 
     def wrote(self) -> bool:
         """Return whether something wrote a weight or a state since `launched`."""
@@ -126,14 +97,14 @@ class Probe:
         self._versions = self._written()
 
 
-def _addresses(x: torch.Tensor) -> tuple[int, ...]:
-    """Return where a graph finds a tensor's elements, and its scale."""
-    if type(x) in PLAIN:
-        return (x.data_ptr(),)
-    if type(x) is ScalingTensor:
-        return x.payload.data_ptr(), x.scale_inv.data_ptr()
-    parts = (payload(x), scale_inv(x)) if is_scaled(x) else (local(x),)
-    return tuple(part.data_ptr() for part in parts if part is not None)
+def check_no_gradients(model: nn.Module) -> None:
+    """Raise a ValueError that names the first parameter with a gradient."""
+    name = next((name for name, p in model.named_parameters() if p.grad is not None), None)
+    if name is not None:
+        raise ValueError(
+            f"parameter {name} has a gradient from outside the captured step, which a replay would not add to; call "
+            "optimizer.zero_grad() first, or run every micro-batch inside forward_backward"
+        )
 
 
 def flags(module: nn.Module) -> dict[str, Any]:
@@ -152,18 +123,6 @@ def changed_flags(model: nn.Module, before: dict[nn.Module, dict[str, Any]]) -> 
             if flag not in known or (known[flag] != value and value == value):
                 return f"{flag!r} of module {name or type(module).__name__!r}"
     return None
-
-
-def name_in(model: nn.Module, *parts: Any) -> str:
-    """Return the name of the first of some modules and tensors that the model has, or that is a name."""
-    for part in parts:
-        if isinstance(part, str):
-            return part
-        for kind in ("module", "parameter", "buffer"):
-            for name, own in getattr(model, f"named_{kind}s")():
-                if own is part:
-                    return f"{kind} {name or type(part).__name__}"
-    return "a module or tensor that the model no longer has"
 
 
 def foreign_hook(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
