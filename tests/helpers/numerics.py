@@ -215,7 +215,6 @@ COAT_STEP = CoatStep(numbers=1e-5, codes=5e-4, exponents=5e-3, kept=0.07)
 
 # Least SQNR in dB of v, of m and of the way of the weights with COAT's E4M3 states against FP32 ones, after 200 steps with the same
 # gradients; 21, 25 and 25 dB with groups and no expansion.
-COAT_FOLLOWS = (40.0, 29.0, 31.0)
 # Gradients of a fused half of a layer whose norm and activation inputs are kept in groups of 16 in E4M3, against those of the same half
 # that keeps them in BF16: for each of KINDS least SQNR in dB of the gradient of x (the residual's is exact) and of every parameter's.
 COAT_GRADIENTS = {

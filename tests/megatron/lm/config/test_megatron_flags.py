@@ -105,6 +105,10 @@ BECOMES = [
         "--num-layers 8 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
     ),
     ("--num-virtual-stages-per-pipeline-rank 1", ""),
+    (
+        "--num-layers 8 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 1",
+        "--num-layers 8 --pipeline-model-parallel-size 2",
+    ),
     ("--seq-length 8 --decoder-seq-length 8", "--seq-length 8"),
     ("--bf16 --fp8-format hybrid", f"--opt-level O1 {FP32}"),
     ("--bf16 --fp8-hybrid --fp8-recipe tensorwise", f"--opt-level O1 {FP32} --fp8-recipe tensorwise"),
