@@ -18,8 +18,8 @@ from msamp.numerics.stochastic_rounding import Thresholds, cast_stochastically, 
 from msamp.numerics.tensor import ScalingTensor
 
 # Computed in NumPy from the formulas alone, by a script that shares nothing with msamp (tests/golden/stochastic_rounding.py, in history).
-# `words`: key, offset and step -> UINT32 words of m, v and master; `casts`: values and words -> codes by format, `fp16-master` with subnormal
-# values rounded toward zero; `adamw`: 12 steps with m in E4M3, v in FP16 to nearest, master in FP16: codes and scale_inv after each.
+# `words`: key, offset and step -> UINT32 words of m, v and master; `casts`: values and words -> codes by format, `fp16-master` with
+# subnormal values rounded toward zero; `adamw`: 12 steps with m in E4M3, v in FP16 to nearest, master in FP16: codes and scale_inv.
 GOLDEN = json.loads((Path(__file__).parents[3] / "golden" / "stochastic_rounding.json").read_text(encoding="utf-8"))
 BETAS = [(0.9, 0.95), (0.9, 0.999), (0.99, 0.999)]
 
