@@ -68,6 +68,7 @@ def test_a_chain_rounds_each_sum_and_a_tree_keeps_equals_together():
     assert float(sum_orders.chain(ones, E4M3).float()) == 16.0  # 16 + 1 rounds back to 16: E4M3 has steps of 2 there
     assert float(sum_orders.tree(ones, E4M3).float()) == 32.0
     assert float(sum_orders.chains_then_tree(ones, E4M3).float()) == 32.0
+    assert float(sum_orders.tree(payloads(3.0, 5.0, 7.0), E4M3).float()) == 15.0  # the last of an odd number waits
 
 
 def test_the_chain_is_the_sum_of_the_exchange():
