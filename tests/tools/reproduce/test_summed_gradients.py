@@ -29,6 +29,17 @@ def test_sums_are_near_the_mean_of_the_ranks(strategy):
         assert mean.shape == (16, 32)
 
 
+def test_mu_falls_by_its_rule_and_other_strategies_have_none():
+    gradients = [torch.ones(8, 16, 16)]  # the sum of eight full payloads saturates everywhere
+    mus = {}
+    for strategy in STRATEGIES:
+        summing = Summing(strategy, 1, 8)
+        for _ in range(3):
+            summing.mean(gradients)
+        mus[strategy] = float(summing.mu)
+    assert mus == {"fp32-sum": 1.0, "pre": 1.0, "post": 1.0, "auto-halve": 0.125, "auto-paper": 0.5}
+
+
 def test_a_run_is_the_same_for_the_same_seed_and_differs_by_the_sum(tmp_path):
     (tmp_path / "text").write_text("The quick brown fox jumps over the lazy dog. " * 40)
     text = bytes_of(tmp_path / "text")
