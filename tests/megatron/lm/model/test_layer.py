@@ -150,6 +150,15 @@ def found_on_a_rank(recipe: Recipe, shape: str, way: str, fuse: bool, convert: b
         return fused, *forward_backward(made if fuse else unfused(made))
 
 
+def on_a_rank(calls: list[tuple[Any, ...]]) -> list[Any]:
+    return [found_on_a_rank(*call) for call in calls]
+
+
+def on_two_ranks(*calls: tuple[Any, ...]) -> list[list[Any]]:
+    """What both ranks find by each call of `found_on_a_rank`, in one start of processes."""
+    return [list(found) for found in zip(*dist.run(on_a_rank, 2, list(calls)), strict=True)]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
 @each_once(3, shape=tuple(SHAPES), way=tuple(WAYS))
 def test_over_two_ranks_the_blocks_are_close_to_the_composition(shape: str, way: str):
@@ -157,10 +166,10 @@ def test_over_two_ranks_the_blocks_are_close_to_the_composition(shape: str, way:
 
 
 def assert_close_over_two_ranks(recipe: Recipe, shape: str, way: str) -> None:
-    found = dist.run(found_on_a_rank, 2, recipe, shape, way, True)
-    expected = dist.run(found_on_a_rank, 2, recipe, shape, way, False)
     # Outputs summed in E5M2 leave 11 dB of a bias's gradient either way: the two may lie further apart than each from FP32.
-    exact = dist.run(found_on_a_rank, 2, FP32, shape, "sequence", False) if way == "fp8 sums" else expected
+    third = [(FP32, shape, "sequence", False)] if way == "fp8 sums" else []
+    found, expected, *rest = on_two_ranks((recipe, shape, way, True), (recipe, shape, way, False), *third)
+    exact = rest[0] if rest else expected
     for (fused, losses, gradients), (_, _, composed), (_, exact_losses, exact_gradients) in zip(found, expected, exact, strict=True):
         assert fused == [True, True]
         assert losses.equal(found[0][1])
@@ -180,7 +189,7 @@ def assert_close_over_two_ranks(recipe: Recipe, shape: str, way: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
 def test_how_rows_are_spread_and_kept_changes_no_bit():
-    whole, sequence, gathered = (dist.run(found_on_a_rank, 2, O3, "rope", way, True) for way in ("whole rows", "sequence", "gathered"))
+    whole, sequence, gathered = on_two_ranks(*((O3, "rope", way, True) for way in ("whole rows", "sequence", "gathered")))
     for rank in range(2):
         assert_same_bits(sequence[rank][1:], gathered[rank][1:])
         assert sequence[rank][1].equal(whole[rank][1])  # one scale for all rows, the same sums
@@ -190,8 +199,7 @@ def test_how_rows_are_spread_and_kept_changes_no_bit():
 @pytest.mark.parametrize("way", ["sequence", "whole rows"])
 def test_operands_gathered_in_fp8_have_the_bits_of_those_cast_after_megatron_cores_gather(way: str):
     """O2 sends partial sums in BF16 as megatron-core does, so that only the place of the casts differs."""
-    ours = dist.run(found_on_a_rank, 2, O2, "rope", way, False)
-    theirs = dist.run(found_on_a_rank, 2, O2, "rope", way, False, False)
+    ours, theirs = on_two_ranks((O2, "rope", way, False), (O2, "rope", way, False, False))
     for rank in range(2):
         assert_same_bits(ours[rank][1:], theirs[rank][1:])
 
