@@ -79,6 +79,18 @@ def test_sizes_stand_side_by_side_and_again_forgets_one(tmp_path):
     assert {size: sum(row["size"] == size for row in found) for size in ("toy", "full")} == {"toy": 6, "full": 6}
 
 
+def test_files_are_kept_from_call_to_call_until_it_runs_again(tmp_path):
+    kept, other = tmp_path / "kept" / "a-b" / "trials.csv", tmp_path / "kept" / "b-c" / "trials.csv"
+    for file in (kept, other):
+        file.parent.mkdir(parents=True)
+        file.write_text("ms\n1\n")
+    rows(entry([]), "toy", tmp_path)
+    assert kept.exists()
+    rows(entry([]), "toy", tmp_path, again=True)
+    assert not kept.exists()
+    assert other.exists()
+
+
 def test_a_piece_without_findings_and_a_foreign_file_are_refused(tmp_path):
     empty = Entry(name="a-b", title="A", claim="C.", run=lambda task: [], sizes={"toy": Needs()})
     with pytest.raises(ValueError, match="a-b, piece whole, has no results"):

@@ -31,6 +31,7 @@ def test_a_text_is_its_bytes(tmp_path):
 def test_the_same_seed_gives_the_same_training_and_another_option_another():
     text = torch.frombuffer(bytearray(TEXT.encode()), dtype=torch.uint8)
     loop = Loop(width=32, layers=1, length=8, batch=4, steps=12, warm_up=2)
+    assert [loop.lr_at(step) / loop.lr for step in (1, 2)] == pytest.approx([0.5, 1], abs=0.05)  # the warm-up
     first, again, other = (list(collage(variant, 0.999, loop, text, seed=1, every=5)) for variant in ("plus", "plus", "a"))
     assert first == again
     assert [row["step"] for row in first] == [5, 10, 12]
