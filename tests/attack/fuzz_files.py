@@ -203,7 +203,7 @@ def _log(draw: random.Random, material: Path, box: Path) -> list[Command]:
             Command(
                 "report",
                 report.main,
-                ["--run", "a=metrics.jsonl", "--precision", "a=precision.jsonl", "--meta", "meta.json", "--out", "o/r"],
+                ["--run", "a=metrics.jsonl", "--meta", "meta.json", "--out", "o/r"],
             )
         )
     return commands

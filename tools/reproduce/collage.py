@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron.lm.tools.inspect_scales import read as read_steps
 from megatron.lm.tools.report import Run
@@ -72,13 +73,13 @@ def _table6_at_125m(task: Task) -> Iterator[Finding]:
         return
     with ThreadPoolExecutor(AT_ONCE) as pool:
         runs = dict(zip(COURSE6, pool.map(lambda name: _recorded(name, beta2, loop, task.folder), COURSE6.values()), strict=True))
-    for variant, run in runs.items():
+    for variant, (run, steps) in runs.items():
         prefix = f"{variant}, {task.piece}: "
         if variant != "d":
             theirs = papers[variant][beta2] / papers["d"][beta2] if variant in papers else None
-            ours = math.exp(run.valid[-1]["loss"] - runs["d"].valid[-1]["loss"])
+            ours = math.exp(run.valid[-1]["loss"] - runs["d"][0].valid[-1]["loss"])
             yield Finding(prefix + "validation perplexity over D's", ours, theirs, seed=1234)
-        totals = [step["total"] for step in run.steps if step["total"] is not None]
+        totals = [step["total"] for step in steps if step["total"] is not None]
         yield Finding(prefix + "lost arithmetic, mean", 100 * _mean(total["lost"] for total in totals), unit="%", seed=1234)
         yield Finding(
             prefix + "share of the update that arrives, mean", 100 * _mean(total["arrived"] for total in totals), unit="%", seed=1234
@@ -87,15 +88,15 @@ def _table6_at_125m(task: Task) -> Iterator[Finding]:
             yield Finding(f"{variant}, {task.piece}, training loss", line["loss"], x=line["iteration"], seed=1234)
 
 
-def _recorded(precision: str, beta2: float, loop: Loop, folder: Path) -> Run:
-    """Train GPT-125M with the loop's batch and steps, and return the run with its precision record."""
+def _recorded(precision: str, beta2: float, loop: Loop, folder: Path) -> tuple[Run, list[dict[str, Any]]]:
+    """Train GPT-125M with the loop's batch and steps, and return the run and the steps of its precision record."""
     folder = folder / f"batch{loop.batch}"
     record = folder / f"{precision}_{beta2}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     flags = f"--micro-batch-size {loop.batch} --global-batch-size {loop.batch}"
     flags += f" --record-precision {record} --record-interval {loop.steps // RECORDS}"
     run = trained(f"{precision} --adam-beta2 {beta2}", 1234, loop.steps, flags, ROOT / ENWIK8, folder)
-    return replace(run, steps=read_steps(record))
+    return run, read_steps(record)
 
 
 def _mean(values: Iterable[float | None]) -> float:

@@ -150,8 +150,7 @@ def train_all(options: Options) -> list[Run]:
     for level, command in commands.items():
         say(f"training at {level}: {options.iters} iterations on {options.processes} processes")
         run(command, threads)
-    folders = {level: options.out / level for level in LEVELS}
-    return [read_run(level, folder / "metrics.jsonl", folder / RECORD if has_fp8(level) else None) for level, folder in folders.items()]
+    return [read_run(level, options.out / level / "metrics.jsonl") for level in LEVELS]
 
 
 def say(text: str) -> None:

@@ -79,11 +79,9 @@ def _seeds(base: Sequence[tuple[str, Path]], other: Sequence[tuple[str, Path]], 
     if len(base) != len(other):
         raise ValueError(f"--base has {len(base)} runs and --other {len(other)}: give the same number of each, in the order of their seeds")
     for flag, group in (("--base", base), ("--other", other)):
-        names = list(dict.fromkeys(name for name, _ in group))
+        names = sorted({name for name, _ in group})
         if len(names) > 1:
-            raise ValueError(
-                f"{flag} has runs of {' and '.join(names)}: give the runs of a group one name, and compare two groups at a time"
-            )
+            raise ValueError(f"{flag} has runs of {' and '.join(names)}: give the runs of a group one name")
     seeds = list(given or range(1, len(base) + 1))
     if len(seeds) != len(base) or len(set(seeds)) != len(seeds):
         raise ValueError(f"--seeds {' '.join(map(str, seeds))}: give {len(base)} different seeds, one per run of --base")

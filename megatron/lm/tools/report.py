@@ -1,9 +1,8 @@
 """Write one page about one or several training runs, from their metrics files.
 
-    python -m megatron.lm.tools.report --run O0=a/metrics.jsonl --run O2=b/metrics.jsonl --precision O2=b/precision.jsonl --out report
+    python -m megatron.lm.tools.report --run O0=a/metrics.jsonl --run O2=b/metrics.jsonl --out report
 
-writes report.html with embedded plots, and the plots as files: loss.png, and underflow.png of the runs with a precision record
-(`--record-precision`).
+writes report.html with its plot embedded, the plot as loss.png, and the loss curves as curves.csv.
 """
 
 import argparse
@@ -26,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 from megatron.lm.shell import arguments, exit_codes
 from megatron.lm.shell.files import read_input, written_aside
 from megatron.lm.tools.inspect_scales import is_number
-from megatron.lm.tools.inspect_scales import read as read_steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
 COLORS = ("#2563eb", "#ea580c", "#059669", "#7c3aed", "#db2777", "#0891b2")
 KINDS = ("train", "valid", "test")
 NUMBERS = ("loss", "tokens", "skipped", "grad_norm", "tokens_per_s", "memory_gib", "ppl", "bits_per_byte")
-TENSORS = {"input": COLORS[0], "weight": COLORS[2], "grad_output": COLORS[1]}
-LINE_STYLES = ("solid", "dashed", "dotted", "dashdot")
 WIDTH = 6.0  # inches of a plot: on a phone its letters are then readable
 
 
@@ -45,13 +41,12 @@ WIDTH = 6.0  # inches of a plot: on a phone its letters are then readable
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Content of a metrics file: its lines by kind, each list ordered by iteration; and `steps`, from the precision recorder."""
+    """Content of a metrics file: its lines by kind, each list ordered by iteration."""
 
     name: str
     train: list[dict[str, Any]]
     valid: list[dict[str, Any]] = field(default_factory=list)
     test: list[dict[str, Any]] = field(default_factory=list)
-    steps: list[dict[str, Any]] = field(default_factory=list)
     precision: dict[str, Any] | None = None
 
     @property
@@ -60,14 +55,14 @@ class Run:
         return self.valid[-1]["loss"] if self.valid else None
 
 
-def read_run(name: str, path: Path, precision: Path | None = None) -> Run:
-    """Read the metrics file of a training run, and the file of its precision recorder if there is one.
+def read_run(name: str, path: Path) -> Run:
+    """Read the metrics file of a training run.
 
     Of several lines for the same iteration (a resumed run repeats iterations) the last counts. A last line without a newline is still being
     written and is skipped. A loss of null, which the trainer writes for a non-finite one, becomes NaN.
 
     Raises:
-        ValueError: no such file, a line that is not a JSON object of a known form, no training line, or no recorded step.
+        ValueError: no such file, a line that is not a JSON object of a known form, or no training line.
     """
     lines: dict[str, dict[int, dict[str, Any]]] = {kind: {} for kind in KINDS}
     precision_line = None
@@ -89,7 +84,7 @@ def read_run(name: str, path: Path, precision: Path | None = None) -> Run:
     if not lines["train"]:
         raise ValueError(f"{path} contains no training line: train for at least one --log-interval")
     by_kind = {kind: sorted(of_kind.values(), key=lambda line: line["iteration"]) for kind, of_kind in lines.items()}
-    return Run(name=name, precision=precision_line, steps=read_steps(precision) if precision else [], **by_kind)
+    return Run(name=name, precision=precision_line, **by_kind)
 
 
 def _judged(line: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +153,13 @@ def named_path(text: str) -> tuple[str, Path]:
 def loss_figure(runs: Sequence[Run], entropy: float | None, window: int) -> "Figure":
     """Plot the training loss (faint: each logged line; strong: smoothed) and the validation loss as points; below, the difference from the
     first run."""
-    figure, axes = _figure(2 if len(runs) > 1 else 1, 5.2 if len(runs) > 1 else 3.9, ratios=(3, 1))
+    from matplotlib.figure import Figure  # without pyplot: no display, no state between figures
+
+    ratios, height = ((3, 1), 5.2) if len(runs) > 1 else ((1,), 3.9)
+    figure = Figure(figsize=(WIDTH, height), dpi=150, layout="constrained")
+    axes = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+    for axis in axes:
+        plain(axis)
     top = axes[0]
     for index, (run, color) in enumerate(zip(runs, _colors(runs), strict=True)):
         iterations, losses = [line["iteration"] for line in run.train], [line["loss"] for line in run.train]
@@ -185,41 +186,6 @@ def loss_figure(runs: Sequence[Run], entropy: float | None, window: int) -> "Fig
     return figure
 
 
-def underflow_figure(runs: Sequence[Run], layer: str) -> "Figure":
-    """Plot underflow, saturation and SQNR of a layer's three GEMM operands over the iterations, a line per tensor."""
-    figure, axes = _figure(3, 6.8, ratios=(1, 1, 1))
-    recorded = [run for run in runs if layer in recorded_layers([run])]
-    if not recorded:
-        raise ValueError(f"no run recorded the layer {layer!r}; recorded: {', '.join(recorded_layers(runs)) or 'none'}")
-    for index, run in enumerate(recorded):
-        for tensor, color in TENSORS.items():
-            lines = [(step["iteration"], step["series"][layer, tensor]) for step in run.steps if (layer, tensor) in step["series"]]
-            iterations = [iteration for iteration, _ in lines]
-            for axis, (key, factor) in zip(axes, (("underflow", 100), ("saturation", 100), ("sqnr_db", 1)), strict=True):
-                values = [math.nan if row[key] is None else factor * row[key] for _, row in lines]
-                style = LINE_STYLES[index % len(LINE_STYLES)]
-                axis.plot(iterations, values, color=color, linestyle=style, marker="o", markersize=3, label=f"{run.name} {tensor}")
-    for axis, title in zip(axes, ("underflow (%)", "saturation (%)", "SQNR (dB)"), strict=True):
-        axis.set_ylabel(title)
-        axis.margins(y=0.12)
-    for axis in axes[:2]:
-        axis.set_ylim(0, max(axis.get_ylim()[1], 0.01))
-    axes[0].legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0, fontsize=9)
-    figure.suptitle(layer, x=0.01, ha="left", fontsize=10)
-    axes[-1].set_xlabel("iteration")
-    return figure
-
-
-def _figure(rows: int, height: float, ratios: Sequence[float] = (1,)) -> tuple["Figure", "list[Axes]"]:
-    from matplotlib.figure import Figure  # without pyplot: no display, no state between figures
-
-    figure = Figure(figsize=(WIDTH, height), dpi=150, layout="constrained")
-    axes = figure.subplots(rows, 1, sharex=True, squeeze=False, height_ratios=ratios[:rows])[:, 0]
-    for axis in axes:
-        plain(axis)
-    return figure, list(axes)
-
-
 def plain(axis: "Axes") -> None:
     """Apply the common style of all plots: two spines, and a faint grid behind the lines."""
     axis.spines[["top", "right"]].set_visible(False)
@@ -231,11 +197,6 @@ def _colors(runs: Sequence[Run]) -> list[str]:
     return [COLORS[i % len(COLORS)] for i in range(len(runs))]
 
 
-def recorded_layers(runs: Sequence[Run]) -> list[str]:
-    """Return the names of the FP8 linear layers with recorded casts, in the order of the files."""
-    return list(dict.fromkeys(layer for run in runs for step in run.steps for layer, tensor in step["series"] if tensor == "input"))
-
-
 # --------------------------------------------------------------------------------------------------------------------- page
 
 
@@ -244,33 +205,24 @@ def write_report(
     out: Path,
     *,
     meta: Mapping[str, Any] | None = None,
-    layer: str | None = None,
     window: int = 3,
     problems: Sequence[str] | None = None,
 ) -> Path:
-    """Write report.html, its plots and the loss curves (curves.csv) into the folder `out` (created if missing); return the page's path.
+    """Write report.html, its plot and the loss curves (curves.csv) into the folder `out` (created if missing); return the page's path.
 
-    meta: of the data (`unigram_entropy_nats` becomes a line in the plot); layer: the layer whose underflow is plotted (default: the
-    middle one recorded); window: logged lines averaged by smoothing; problems: what is wrong with the runs, for the page to say PASS or
-    FAILED; None where nothing was judged.
+    meta: of the data (`unigram_entropy_nats` becomes a line in the plot); window: logged lines averaged by smoothing; problems: what is
+    wrong with the runs, for the page to say PASS or FAILED; None where nothing was judged.
     """
     entropy = (meta or {}).get("unigram_entropy_nats")
-    figures = {"loss": loss_figure(runs, entropy, window)}
-    layers = recorded_layers(runs)
-    if layer or layers:
-        figures["underflow"] = underflow_figure(runs, layer or layers[len(layers) // 2])
+    picture = io.BytesIO()
+    loss_figure(runs, entropy, window).savefig(picture)
     out.mkdir(parents=True, exist_ok=True)
-    images = {}
-    for name, figure in figures.items():
-        picture = io.BytesIO()
-        figure.savefig(picture)
-        with written_aside(out / f"{name}.png") as stream:
-            stream.write(picture.getvalue())
-        images[name] = f'<img alt="{name}" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}">'
+    with written_aside(out / "loss.png") as stream:
+        stream.write(picture.getvalue())
     write_curves(runs, out / "curves.csv")
     page = out / "report.html"
     with written_aside(page) as stream:
-        stream.write(_page(runs, images, entropy, problems).encode())
+        stream.write(_page(runs, picture.getvalue(), entropy, problems).encode())
     return page
 
 
@@ -317,7 +269,7 @@ def meanings(runs: Sequence[Run]) -> list[str]:
     return [f"{name}: {recipe_words.describe(recipe.by_name(of_run))}." for name, of_run in known.items()]
 
 
-def _page(runs: Sequence[Run], images: Mapping[str, str], entropy: float | None, problems: Sequence[str] | None) -> str:
+def _page(runs: Sequence[Run], picture: bytes, entropy: float | None, problems: Sequence[str] | None) -> str:
     """Fill the template `report.html`."""
     outcome = [] if problems is None else [f"FAILED: {problem}" for problem in problems] or ["PASS"]
     named = {
@@ -327,8 +279,7 @@ def _page(runs: Sequence[Run], images: Mapping[str, str], entropy: float | None,
         "summary": _paragraphs(filter(None, summary(runs, entropy)), "lead"),
         "meanings": _paragraphs(meanings(runs), ""),
         "table": _table(runs),
-        "loss": images["loss"],
-        "underflow": images.get("underflow", "<p>No run has a precision record.</p>"),
+        "loss": f'<img alt="loss" src="data:image/png;base64,{base64.b64encode(picture).decode()}">',
     }
     return Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8")).substitute(named)
 
@@ -374,23 +325,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line; for its exit codes see `megatron.lm.shell.exit_codes`."""
     parser = arguments.Parser(description=__doc__)
     parser.add_argument("--run", type=named_path, action="append", required=True, metavar="NAME=METRICS", help="a run; repeat the flag")
-    parser.add_argument(
-        "--precision", type=named_path, action="append", default=[], metavar="NAME=FILE", help="a run's file of --record-precision"
-    )
     parser.add_argument("--meta", type=arguments.path, help="meta.json of the data, for its unigram entropy")
-    parser.add_argument("--layer", help="layer to plot the underflow of (default: the middle one recorded)")
     parser.add_argument("--window", type=arguments.count(1), default=3, help="logged lines averaged by smoothing (default: %(default)s)")
     parser.add_argument("--out", type=arguments.path, required=True, help="folder to write into")
     args = parser.parse_args(argv)
-    recorded = dict(args.precision)
-    unknown = recorded.keys() - {name for name, _ in args.run}
-    if unknown:
-        raise ValueError(f"--precision names the run {', '.join(sorted(unknown))}, which no --run names: use the same name as in --run")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("plots require matplotlib: pip install matplotlib")
-    runs = [read_run(name, path, recorded.get(name)) for name, path in args.run]
+    runs = [read_run(name, path) for name, path in args.run]
     meta = read_meta(args.meta) if args.meta else None
-    page = write_report(runs, args.out, meta=meta, layer=args.layer, window=args.window)
+    page = write_report(runs, args.out, meta=meta, window=args.window)
     print(*summary(runs, (meta or {}).get("unigram_entropy_nats")), f"report: {page}", sep="\n")
 
 
