@@ -254,11 +254,22 @@ def why_not_mlp(layer: nn.Module, converted: "set[int] | None" = None) -> str:
 def _why_called(*modules: nn.Module) -> str:
     """Return why modules must be called, rather than only their parameters used."""
     for module in modules:
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            return "a module inside it has a hook"
+        if module._forward_hooks and not all(map(_is_idle, module._forward_hooks.values())):
             return "a module inside it has a hook"
         if "forward" in vars(module):
             return "the forward of a module inside it was replaced"
     return ""
+
+
+def _is_idle(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is the one by which transformers captures attention weights, which nobody has asked for: it stays after the first
+    forward that returned hidden states."""
+    if not getattr(hook, "__qualname__", "").endswith("output_capturing_hook"):
+        return False
+    asked = sys.modules[hook.__module__]._active_collector.get()
+    return asked is None or "attentions" not in asked
 
 
 def _why_apart(joined: Iterable[nn.Module], single: Iterable[nn.Module], converted: "set[int] | None") -> str:

@@ -255,6 +255,9 @@ def test_attention_weights_and_hidden_states_are_returned():
     assert [len(output.attentions) for output in outputs] == [2, 2]
     assert all(sqnr_db(b, a) > 30 for a, b in zip(*(output.hidden_states for output in outputs), strict=True))
     assert all(sqnr_db(b, a) > 30 for a, b in zip(*(output.attentions for output in outputs), strict=True))
+    assert fused_halves(fused) == 4  # the hooks that captured them are idle
+    hidden = [model(input_ids=TOKENS, output_hidden_states=True).hidden_states for model in (fused, unfused)]
+    assert all(sqnr_db(b, a) > 30 for a, b in zip(*hidden, strict=True))
 
 
 class _Doubled(type(layers(build())[0])):
