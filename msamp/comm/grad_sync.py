@@ -294,7 +294,7 @@ class GradSync:
         """Send the remaining buckets and deliver every average. The compute stream waits for them; the host does not.
 
         Raises:
-            ValueError: if the model has a parameter that this synchronizer does not know, or whose gradient it did not receive; names it.
+            ValueError: if the model has a parameter that this synchronizer does not know; names it.
             RuntimeError: if a collective fails; names the ranks that do not answer and the tensors.
         """
         if self.visible is not None:
@@ -344,12 +344,15 @@ class GradSync:
                     "renew_grad_sync() of the optimizer of msamp.initialize on every rank, after zero_grad() and before the next backward "
                     "(its add_param_group does so itself), or build a new synchronizer after changing the model"
                 )
-        past = [name for p, name in self.names.items() if p.grad is not None and (self.visible is None or p not in self.visible)]
-        if past:  # model.to swaps the contents of a low-precision parameter, and torch drops its hooks where no layer of msamp holds it
-            raise ValueError(
-                f"the gradient of {past[0]} bypassed the gradient synchronizer and would not be averaged: it was set by hand, or "
-                "model.to() dropped the hooks of a low-precision weight; move the model first, then call msamp.initialize"
-            )
+        for param, name in self.names.items():  # set by hand, or model.to() of a plain module dropped the hooks
+            if param.grad is None or (self.visible is not None and param in self.visible):
+                continue
+            bucket, i = self._place[param]
+            if bucket.sent or bucket.gradients[i] is not None:
+                raise second_gradient(name)
+            bucket.gradients[i], param.grad = param.grad, None
+            if self.visible is not None:
+                self.visible.put_average(param)
 
     def _send_rest(self) -> None:
         while self._next < len(self.buckets):

@@ -30,8 +30,8 @@ class VisibleGradients:
         accumulators: of the parameters.
 
     Attributes:
-        average_of: returns a parameter's average in its dtype, a ScalingTensor or a contiguous plain tensor, for those who use `p.grad`
-            after the last backward; None shows nothing there.
+        average_of: weak reference to the method that returns a parameter's average in its dtype, a ScalingTensor or a contiguous plain
+            tensor, for those who use `p.grad` after the last backward; None shows nothing there.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class VisibleGradients:
     ) -> None:
         self._params, self._names, self._totals, self._accumulators = params, names, totals, accumulators
         self._index = {p: i for i, p in enumerate(params)}
-        self.average_of: Callable[[Tensor], Tensor] | None = None
+        self.average_of: weakref.WeakMethod[Callable[[Tensor], Tensor]] | None = None
         self._backward = -1  # at the end of which sums are shown again
         self._shown: dict[Tensor, FP8Gradient] = {}
         self._spare: dict[Tensor, FP8Gradient] = {}  # nobody has used or kept them
@@ -73,9 +73,10 @@ class VisibleGradients:
         total = self._totals.get(p)
         if total is not None:
             return total if isinstance(total, ScalingTensor) else total.to(p.dtype).contiguous()
-        if torch._C._current_graph_task_id() != -1 or self.average_of is None:
+        average_of = None if self.average_of is None else self.average_of()
+        if torch._C._current_graph_task_id() != -1 or average_of is None:
             raise second_gradient(self._names[p])
-        return self.average_of(p)
+        return average_of(p)
 
     def make_way(self, p: Tensor) -> None:
         """Before autograd adds to `p.grad`: stop showing the sum of earlier micro-batches, and take over what was done to it."""

@@ -1,6 +1,6 @@
 """What `msamp.initialize` checks before it changes anything: the model's values, the optimizers, and that all ranks start alike."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,17 @@ _WRAPPERS = {  # modules that wrap or shard other modules' weights, and what to 
     "FSDPModule": _UNCUT,
 }
 _CASTS = {torch.float32: "model.float()", torch.bfloat16: "model.bfloat16()"}
+
+
+class NoDistributedDataParallel:
+    """Raises when DistributedDataParallel reads a model's list of ignored parameters: the model must not be wrapped."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise ValueError(
+            "DistributedDataParallel does not support a model of msamp.initialize, whose optimizer averages the gradients itself; use the "
+            "model without a wrapper, with optimizer.no_sync(); with accelerate use msamp.integrations.accelerate.Accelerator, and instead "
+            "of transformers' Trainer msamp.integrations.transformers.Trainer"
+        )
 
 
 def data_parallel_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

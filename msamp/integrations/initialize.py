@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from msamp.integrations import ms_amp
-from msamp.integrations.checks import checked, data_parallel_group
-from msamp.integrations.loop_optimizer import LoopOptimizer, NoDistributedDataParallel, parameter_formats
+from msamp.integrations.checks import NoDistributedDataParallel, checked, data_parallel_group
+from msamp.integrations.loop_optimizer import LoopOptimizer, parameter_formats
 from msamp.integrations.saving import save_plain
 from msamp.integrations.takeover import (
     chosen_recipe,

@@ -6,9 +6,10 @@ the model's parameters.
 """
 
 import contextlib
-import functools
+import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,15 +52,12 @@ def parameter_formats(p: torch.Tensor, recipe: Recipe, update: str | None = None
     return states if update is None else states.varied(update=update)
 
 
-class NoDistributedDataParallel:
-    """Raises when DistributedDataParallel reads a model's list of ignored parameters: the model must not be wrapped."""
+class _States(defaultdict[Any, Any]):
+    """States that count as initialized, so that torch.distributed.checkpoint does not run a step to initialize them: ranks would cast
+    weights anew that FSDP2 pads, and others not."""
 
-    def __iter__(self) -> Iterator[str]:
-        raise ValueError(
-            "DistributedDataParallel does not support a model of msamp.initialize, whose optimizer averages the gradients itself; use the "
-            "model without a wrapper, with optimizer.no_sync(); with accelerate use msamp.integrations.accelerate.Accelerator, and instead "
-            "of transformers' Trainer msamp.integrations.transformers.Trainer"
-        )
+    def __bool__(self) -> bool:
+        return True
 
 
 class LoopOptimizer(LowPrecisionOptimizer):
@@ -97,6 +95,7 @@ class LoopOptimizer(LowPrecisionOptimizer):
     ) -> None:
         self.recipe, self.scaling, self.grad_sync, self.casts = recipe, scaling, grad_sync, BackwardCasts()
         super().__init__(params, **settings)
+        self.state = _States(dict, self.state)
         self._show_averages()
         _LIVE.add(self)
         self._attach_casts()
@@ -144,7 +143,7 @@ class LoopOptimizer(LowPrecisionOptimizer):
     def _show_averages(self) -> None:
         if self.grad_sync is not None and self.grad_sync.visible is not None:
             # A weak reference: `p.grad` leads here, where the collector does not find a cycle.
-            self.grad_sync.visible.average_of = functools.partial(_average_of, weakref.ref(self))
+            self.grad_sync.visible.average_of = weakref.WeakMethod(self.average_of)
 
     def _attach_casts(self) -> None:
         """Cast gradients during backward if this process has whole gradients and no synchronizer takes them."""
@@ -364,9 +363,18 @@ class LoopOptimizer(LowPrecisionOptimizer):
             dist.all_reduce(found_inf, dist.ReduceOp.MAX, self.group)
         return replace(decision, usable=decision.usable & (found_inf == 0))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Like the base class's; COAT's payloads have separate keys (`msamp.optim.foreign_states`)."""
-        packed = super().state_dict()
+    def state_dict(self, *, everywhere: bool = False) -> dict[str, Any]:
+        """Like the base class's; COAT's payloads have separate keys (`msamp.optim.foreign_states`).
+
+        For torch.distributed.checkpoint's `get_state_dict`, which requires it, every rank gets the states of all parameters, which begin
+        here if there are none yet.
+        """
+        distributed = sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+        if distributed:
+            for holding in self.holdings():
+                if not self.state.get(holding.weight):
+                    self._init_state(holding)
+        packed = super().state_dict(everywhere=everywhere or distributed)
         elsewhere = {_ON_FIRST_RANK: True} if any(self.state.values()) and not packed["state"] else {}
         return {**packed, **elsewhere, "state": packed_names(packed["state"])}
 
@@ -391,13 +399,6 @@ class LoopOptimizer(LowPrecisionOptimizer):
             )
         own = {"recipe": self.recipe, "scaling": self.scaling, "grad_sync": None, "taken": [_is_taken(p) for p in self._params()]}
         return {**super().__getstate__(), **own, "untaken": self._untaken()}
-
-
-def _average_of(optimizer: "weakref.ref[LoopOptimizer]", p: torch.Tensor) -> torch.Tensor:
-    alive = optimizer()
-    if alive is None:
-        raise ValueError("the optimizer of this gradient no longer exists; keep a reference to it while its model is trained")
-    return alive.average_of(p)
 
 
 def _is_taken(p: torch.Tensor) -> bool:

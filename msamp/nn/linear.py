@@ -46,7 +46,7 @@ from msamp.nn.parameter_swap import apply_
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.lost_writes import loading
 from msamp.numerics.recipe import O2, Gemms, Recipe
-from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.tensor import ScalingTensor, not_exportable
 from msamp.numerics.tensor_ops import watch
 
 
@@ -113,6 +113,9 @@ class Loading(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.watch_weights()
+
+    def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:  # torch calls it instead of `forward` while torch.jit traces
+        raise not_exportable(f"torch.jit.trace of {type(self).__name__}")
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Loading":
         low: dict[str, Any] = {name: p for name, p in self._parameters.items() if isinstance(p, ScalingTensor)}
@@ -205,6 +208,8 @@ class FP8Linear(Loading, nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[-1] != self.in_features:
             raise ValueError(f"input has {x.shape[-1]} features in its last dimension; this layer expects {self.in_features}")
+        if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
+            raise not_exportable("ONNX export of FP8Linear")
         return linear(x, self.weight, self.bias, self.scaling)
 
     def extra_repr(self) -> str:

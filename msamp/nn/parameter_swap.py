@@ -24,6 +24,7 @@ import torch
 
 from msamp.numerics.fp8_gradient import FP8Gradient
 from msamp.numerics.tensor import OWN_ATTRIBUTES, ScalingTensor
+from msamp.numerics.tensor_ops import keeping_format
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -103,7 +104,7 @@ def apply_(p: ScalingTensor, function: Callable[[torch.Tensor], torch.Tensor], n
     Raises:
         ValueError: if the contents change while a view or the autograd node of `p` is alive.
     """
-    with torch.no_grad():
+    with torch.no_grad(), keeping_format():
         new = function(p)
     if isinstance(new, ScalingTensor) and new.payload is p.payload and new.dtype == p.dtype:
         return
@@ -112,7 +113,7 @@ def apply_(p: ScalingTensor, function: Callable[[torch.Tensor], torch.Tensor], n
     gradient, p.grad = p.grad, None
     swap_contents_(p, torch.nn.Parameter(new, requires_grad=p.requires_grad))
     if gradient is not None:
-        with torch.no_grad():
+        with torch.no_grad(), keeping_format():
             p.grad = gradient.applied(function) if isinstance(gradient, FP8Gradient) else function(gradient)
 
 

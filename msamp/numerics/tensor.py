@@ -39,12 +39,17 @@ class Tally:
         return self._tally if same else None
 
 
+def _conversion(dtype: torch.dtype) -> Any:
+    return lambda self, **kwargs: self.to(dtype, **kwargs)
+
+
 class ScalingTensor(torch.Tensor):
     """A tensor stored as `payload` (native FP8 or FP16) and `scale_inv`; its value is `payload * scale_inv` (FP8-LM 2.1).
 
     It looks like a tensor of `dtype` (the outer dtype, which its gradients have), works as a Parameter and in `.grad`, and is saved and
-    loaded with its payload unchanged. It supports the operations in `tensor_ops.TABLE`, elementwise ones and `torch._foreach_*`; any other
-    raises an error that names the operation and suggests `dequantize`. Values assigned to `.data` are copied into the payload.
+    loaded with its payload unchanged. A conversion to a dtype gives plain values; `clone` and `copy.deepcopy` keep the format, so that a
+    copied state dict is loaded bit for bit. It supports the operations in `tensor_ops.TABLE`, elementwise ones and `torch._foreach_*`; any
+    other raises an error that names the operation and suggests `dequantize`. Values assigned to `.data` are copied into the payload.
 
     Attributes:
         payload: FP8 or FP16, the shape of the tensor.
@@ -120,6 +125,16 @@ class ScalingTensor(torch.Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the values as a plain tensor of `dtype` (the outer dtype by default), `payload * scale_inv` rounded once."""
         return dequantize(self.payload, self.scale_inv, dtype or self.dtype)
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Like torch's; a dtype that is named gives plain values of it, a copy also where it is the tensor's own."""
+        named = next((getattr(x, "dtype", x) for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype | torch.Tensor)), None)
+        if named != self.dtype or tensor_ops.KEEPING.get():
+            return super().to(*args, **kwargs)
+        return (self * 1).to(*args, **kwargs)  # plain, and differentiable
+
+    float, double = _conversion(torch.float32), _conversion(torch.float64)
+    half, bfloat16 = _conversion(torch.float16), _conversion(torch.bfloat16)
 
     @property
     def tally(self) -> torch.Tensor | None:
@@ -203,6 +218,14 @@ class ScalingTensor(torch.Tensor):
 def fp32_values(x: torch.Tensor) -> torch.Tensor:
     """Return the values of a ScalingTensor or a plain float tensor, detached, as FP32; `x` itself if it is plain FP32."""
     return x.dequantize(torch.float32) if isinstance(x, ScalingTensor) else x.detach().float()
+
+
+def not_exportable(what: str) -> ValueError:
+    """Return the error for an export whose format has no low-precision weights with a scale."""
+    return ValueError(
+        f"{what}: it has no form for low-precision weights with a scale; build the model without msamp.initialize, load "
+        "msamp.plain_state_dict(model, optimizer) into it, and export that"
+    )
 
 
 def _rebuild(

@@ -9,6 +9,8 @@ arithmetic by their schema (`by_schema`). Views of a part (slices, `split`) are 
 Concatenating weights, with which wrappers flatten a model, is undefined too; gradients can be concatenated.
 """
 
+import contextlib
+import contextvars
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 TABLE: dict[Any, Callable[..., Any]] = {}
+KEEPING: contextvars.ContextVar[bool] = contextvars.ContextVar("keeping", default=False)
 _WATCHES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # payload -> a weak reference to its observer
 
 
@@ -51,6 +54,16 @@ def _like(x: "ScalingTensor", payload: torch.Tensor, scale_inv: torch.Tensor | N
     if x.label:
         like.label = x.label
     return like
+
+
+@contextlib.contextmanager
+def keeping_format() -> Iterator[None]:
+    """Context in which a conversion to another dtype, such as that of `model.bfloat16()`, leaves payloads as they are."""
+    token = KEEPING.set(True)
+    try:
+        yield
+    finally:
+        KEEPING.reset(token)
 
 
 def _is_scaling(x: Any) -> bool:
@@ -126,9 +139,10 @@ def _clone(func: Any, x: "ScalingTensor", *, memory_format: torch.memory_format 
 
 @_on(aten._to_copy.default)
 def _to_copy(func: Any, x: "ScalingTensor", *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-    """`.to(device)` moves payload and scale; `.to(dtype)` changes only the outer dtype and leaves the payload as it is."""
-    if dtype is not None and not dtype.is_floating_point:
-        raise RuntimeError(f"{func} of a ScalingTensor to {dtype} is not defined; call .dequantize() first")
+    """`.to(device)` moves payload and scale. Another dtype is a conversion to plain values, but when a model changes its dtype: then only
+    the outer dtype changes, and the payload stays."""
+    if dtype is not None and dtype != x.dtype and not KEEPING.get():
+        return func(x.dequantize(dtype if dtype.is_floating_point else x.dtype), dtype=dtype, **kwargs)
     memory_format = kwargs.pop("memory_format", None)
     payload = func(x.payload, memory_format=memory_format, **kwargs)
     return _like(x, payload, func(x.scale_inv, **kwargs), dtype)
@@ -159,8 +173,17 @@ def _plain_like(func: Any, x: "ScalingTensor", *args: Any, dtype: torch.dtype | 
     return func(torch.empty(x.shape, dtype=dtype or x.dtype, device=device), *args, **kwargs)
 
 
+@_on(aten.is_pinned.default)
+def _is_pinned(func: Any, x: "ScalingTensor", *args: Any) -> Any:
+    return func(x.payload, *args)
+
+
 @_on(aten.new_zeros.default, aten.new_empty.default)
 def _plain_new(func: Any, x: "ScalingTensor", size: Any, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> Any:
+    """Return a plain tensor of the outer dtype; of the same format for a buffer of the same shape on a device, to which
+    torch.distributed.checkpoint copies payload and scale before an asynchronous save."""
+    if func is aten.new_empty.default and device is not None and dtype is None and tuple(size) == tuple(x.shape):
+        return _like(x, func(x.payload, size, device=device), func(x.scale_inv, (), device=device))
     return func(x.scale_inv, size, dtype=dtype or x.dtype, device=device or x.device)
 
 

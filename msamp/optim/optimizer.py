@@ -372,10 +372,10 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         number = next(i for i, own in enumerate(self.param_groups) if own is group)
         return self._table().send(("hyper", number, update.name), update.numbers(group), torch.float64)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, everywhere: bool = False) -> dict[str, Any]:
         """Return torch's state dict. Under ZeRO it is collective and gathers the state of the whole optimizer, tensor by tensor.
 
-        The group's first rank gets all of it, on the CPU; on the others "state" is empty. Load the first rank's on every rank.
+        The group's first rank (`everywhere`: each rank) gets it, on the CPU; elsewhere "state" is empty. Load the first's on every rank.
         """
         self.wait()
         if isinstance(self.shard, Whole):
@@ -385,7 +385,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             packed = super().state_dict()
         finally:
             self.state = own_state
-        packed["state"] = self.shard.gather(self._whole(), self.state)
+        packed["state"] = self.shard.gather(self._whole(), self.state, everywhere=everywhere)
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

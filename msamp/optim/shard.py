@@ -109,13 +109,14 @@ class Shard(Protocol):
         """Make the compute stream wait for all weights that are still being gathered; send them first if they are `deferred`."""
 
     def gather(
-        self, wholes: Sequence[Holding], state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
+        self, wholes: Sequence[Holding], state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]], *, everywhere: bool = False
     ) -> dict[int, dict[str, torch.Tensor]]:
         """Gather the states of whole parameters, by index, on the CPU of the first process; empty elsewhere.
 
         Args:
             wholes: the parameters.
             state: of this process's holdings, by their `weight`.
+            everywhere: gather them on every process.
         """
 
 
@@ -167,7 +168,7 @@ class Whole:
         """Do nothing: no weights are being gathered."""
 
     def gather(
-        self, wholes: Sequence[Holding], state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
+        self, wholes: Sequence[Holding], state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]], *, everywhere: bool = False
     ) -> dict[int, dict[str, torch.Tensor]]:
         return {whole.index: dict(state[whole.weight]) for whole in wholes if state.get(whole.weight)}
 

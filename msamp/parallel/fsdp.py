@@ -208,7 +208,7 @@ class FSDP:
         return {p: cast for p, cast in self.casts.items() if payload(p).dtype != cast.format.dtype}
 
     def gather(
-        self, wholes: Sequence[Holding], state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
+        self, wholes: Sequence[Holding], state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]], *, everywhere: bool = False
     ) -> dict[int, dict[str, torch.Tensor]]:
         """Gather the states of whole parameters, tensor by tensor, on the CPU of the first rank; collective."""
         own_states = {holding.index: state.get(holding.weight, {}) for holding in self.holdings(wholes)}
@@ -227,7 +227,7 @@ class FSDP:
                 for key, x in begun(declared.key, fmt, local(whole.param)).items()
             }
             states = {key: self.whole(own_states.get(whole.index, empty)[key], whole.param) for key in empty}
-            if self.peers.rank == 0:
+            if everywhere or self.peers.rank == 0:
                 whole_states[whole.index] = {"step": step.clone(), **{key: x.cpu() for key, x in states.items()}}
         return whole_states
 

@@ -191,29 +191,21 @@ class ZeRO:
         collective."""
         averages: dict[torch.Tensor, torch.Tensor] = {}
         for bucket in self.sync.buckets:
-            dtype, present = bucket.format.dtype, bucket.present()
-            parts = [torch.zeros(0, dtype=torch.uint8, device=self._device)]
+            peers, scaled = self.sync.peers_of(bucket), bucket.format.scaled
+            own = torch.zeros(bucket.sizes[peers.rank], dtype=bucket.format.dtype, device=self._device)
+            scale_invs = torch.zeros(len(bucket.params), dtype=torch.float32, device=self._device)
             for piece in bucket.owned:
-                if piece.index not in bucket.absent:
-                    g = torch.zeros(piece.elements, dtype=dtype, device=self._device) if piece.grad is None else piece.grad  # dropped
-                    inv = scale_inv(g)
-                    parts.append(as_bytes(payload(g).reshape(-1)))
-                    if bucket.format.scaled:
-                        parts.append(as_bytes(torch.ones(1, device=self._device) if inv is None else inv.view(1)))
-            whole = {p: (torch.empty(p.shape, dtype=dtype, device=p.device), torch.empty(1, device=p.device)) for p in present}
-            kept = [piece for piece in bucket.pieces if bucket.params[piece.index] in whole]
-            peers, extra = self.sync.peers_of(bucket), 4 if bucket.format.scaled else 0
-            sizes = [sum(piece.elements * dtype.itemsize + extra for piece in kept if piece.owner == rank) for rank in range(peers.ranks)]
-            flat, start = peers.all_gather(torch.cat(parts), sizes, f"the averaged gradients of {bucket}"), 0
-            for piece in kept:
-                values, inv = whole[bucket.params[piece.index]]
-                target = _rows(values, piece)
-                end = start + target.nbytes
-                target.copy_(flat[start:end].view(dtype).view(target.shape))
-                if extra:
-                    inv.copy_(flat[end : end + extra].clone().view(torch.float32))  # copied first, to be aligned
-                start = end + extra
-            averages |= {p: ScalingTensor(x, inv.view(()), p.dtype) if extra else x for p, (x, inv) in whole.items()}
+                if piece.grad is not None:
+                    bucket.part(piece, own).copy_(payload(piece.grad).reshape(-1))
+                    inv = scale_inv(piece.grad)
+                    if inv is not None and piece.row == 0:
+                        scale_invs[piece.index] = inv
+            if scaled:
+                peers.all_reduce(scale_invs, dist.ReduceOp.SUM, f"the scales of the averages of {bucket}")
+            wholes = bucket.unflatten(peers.all_gather(own, bucket.sizes, f"the averages of {bucket}"))
+            for i, (p, whole) in enumerate(zip(bucket.params, wholes, strict=True)):
+                if i not in bucket.absent:
+                    averages[p] = ScalingTensor(whole, scale_invs[i], p.dtype) if scaled else whole
         return averages
 
     def replace_average(self, p: torch.Tensor, average: torch.Tensor | None) -> None:
@@ -334,7 +326,7 @@ class ZeRO:
                 module.register_forward_pre_hook(functools.partial(_wait_for, alive, buckets))
 
     def gather(
-        self, wholes: Sequence[Holding], state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
+        self, wholes: Sequence[Holding], state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]], *, everywhere: bool = False
     ) -> dict[int, dict[str, torch.Tensor]]:
         """Gather the states of whole parameters, tensor by tensor, to the CPU of the group's first rank; collective.
 
@@ -355,13 +347,15 @@ class ZeRO:
         for whole, step in zip(wholes, steps, strict=True):
             if step >= 0:
                 own_states = [(state[holding.weight], piece) for holding, piece in owned if holding.param is whole.param]
-                gathered = self._gather_states(whole, own_states)
-                if self.sync.peers.rank == 0:
+                gathered = self._gather_states(whole, own_states, everywhere)
+                if everywhere or self.sync.peers.rank == 0:
                     states[whole.index] = {"step": step.clone(), **gathered}
         return states
 
-    def _gather_states(self, whole: Holding, owned: Sequence[tuple[Mapping[str, torch.Tensor], BucketPiece]]) -> dict[str, torch.Tensor]:
-        """Assemble the states of a parameter from its pieces on the group's first rank; collective."""
+    def _gather_states(
+        self, whole: Holding, owned: Sequence[tuple[Mapping[str, torch.Tensor], BucketPiece]], everywhere: bool
+    ) -> dict[str, torch.Tensor]:
+        """Assemble the states of a parameter from its pieces on the group's first rank, or on all; collective."""
         name, gathered = self.sync.names[whole.param], {}
         for declared, fmt in kept_states(whole.param, whole.formats):
             for key, like in begun(declared.key, fmt, whole.param).items():
@@ -373,7 +367,7 @@ class ZeRO:
                 # Each byte is zero on every rank but its owner.
                 self.sync.peers.all_reduce(as_bytes(x.reshape(-1)), dist.ReduceOp.SUM, f"{key} of {name}", None)
                 self.sync.peers.all_reduce(scale, dist.ReduceOp.MAX, f"the scale of {key} of {name}", None)
-                if self.sync.peers.rank == 0:
+                if everywhere or self.sync.peers.rank == 0:
                     gathered[key] = ScalingTensor(x.cpu(), scale.cpu(), torch.float32) if is_scaled(like) else x.cpu()
         return gathered
 

@@ -154,7 +154,7 @@ class ShardedWeight(ScalingTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         sent, self._sent = self._sent, None
         try:
-            return super().__reduce_ex__(protocol)
+            return _rebuild_rows, super().__reduce_ex__(protocol)
         finally:
             self._sent = sent
 
@@ -214,9 +214,35 @@ def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> A
     return ScalingTensor.__torch_dispatch__(func, (), (target, source, non_blocking))
 
 
-# The operations with which fully_shard shards a parameter and pads its rows.
+c10d = torch.ops._c10d_functional
+
+
+def _gathered(func: Any, x: ShardedWeight, *args: Any) -> ShardedWeight:
+    """Gather the rows, as bytes, since not every backend sends float8."""
+    flat = c10d.wait_tensor(func(x.payload.view(torch.uint8), *args))
+    return ShardedWeight(flat.view(x.payload.dtype), x.scale_inv, x.dtype)
+
+
+def _not_scattered(*_: Any, **__: Any) -> Any:
+    raise ValueError(
+        "torch cannot scatter a whole FP8 weight to its shards; load a full state dict with msamp.integrations.fsdp.load_model"
+    )
+
+
+def _rebuild_rows(rebuild: Callable[..., ScalingTensor], state: tuple[Any, ...]) -> ScalingTensor:
+    x = rebuild(*state)
+    return x if isinstance(x, nn.Parameter) else ShardedWeight(x.payload, x.scale_inv, x.dtype)
+
+
+torch.serialization.add_safe_globals([_rebuild_rows])
+
+# The operations with which fully_shard shards a parameter and pads its rows, and DTensor gathers them (torch.distributed.checkpoint).
 _CUTS: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys((aten.split.Tensor, aten.slice.Tensor, aten.as_strided.default), _same_scale),
+    **dict.fromkeys((aten.split.Tensor, aten.slice.Tensor, aten.as_strided.default, aten.constant_pad_nd.default), _same_scale),
+    c10d.all_gather_into_tensor.default: _gathered,
+    # The wait for it, which is over; newer torch has both.
+    **{getattr(c10d, name).default: lambda func, x: x for name in ("wait_tensor", "_wrap_tensor_autograd") if hasattr(c10d, name)},
+    aten.empty_like.default: _not_scattered,
     **dict.fromkeys(
         (aten.new_zeros.default, aten.new_empty.default),
         lambda func, x, size, **_: ShardedWeight(x.payload.new_zeros(size), x.scale_inv.clone(), x.dtype),

@@ -202,17 +202,18 @@ def test_a_step_never_waits_for_the_host(accumulate, exchange):
         sync.clear()
 
 
-@pytest.mark.promise(
-    "Hosts", "A gradient that would not be averaged, set by hand or after a late `model.to()` of a plain module, is named."
-)
-def test_a_gradient_that_passes_the_hooks_by_is_named():
+@pytest.mark.promise("Hosts", "A gradient set by hand, or after a late `model.to()` of a plain module, is averaged too.")
+def test_a_gradient_that_passes_the_hooks_by_is_averaged():
     """As it does of a low-precision weight after `model.to`, which would otherwise be updated by this rank's own gradient."""
-    model = nn.ParameterList([nn.Parameter(ScalingTensor.quantize(make("normal", (16, 16)), E4M3))])
-    sync = grad_sync(model, dict.fromkeys(model.parameters(), E4M3))
+    model = nn.ParameterList([nn.Parameter(ScalingTensor.quantize(make("normal", (16, 16)), E4M3)), nn.Parameter(torch.ones(4))])
+    sync = grad_sync(model, {model[0]: E4M3, model[1]: FP32})
     model.to("cpu")
     model[0].mul(2.0).sum().backward()
-    with pytest.raises(ValueError, match=r"the gradient of 0 bypassed the gradient synchronizer.*move the model first"):
-        sync.finish()
+    model[1].grad = torch.full((4,), 3.0)
+    sync.finish()
+    assert model[0].main_grad.dequantize().equal(torch.full((16, 16), 2.0))
+    assert model[1].main_grad.equal(torch.full((4,), 3.0))
+    assert model[1].grad is None
 
 
 @pytest.mark.parametrize("shard", [False, True])

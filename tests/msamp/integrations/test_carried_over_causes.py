@@ -20,7 +20,7 @@ from helpers.choices import each_once
 from helpers.numerics import make
 from msamp.numerics import recipe
 from msamp.numerics.fp8_gradient import FP8Gradient
-from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.tensor import ScalingTensor, fp32_values
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:less than half"),
@@ -67,6 +67,44 @@ def test_grad_scaler_continues_after_a_skipped_step_each_way(level, way):
         assert pair[1].skipped_steps == (2 if each in (None, "load", "copy", "pickle") else 1)
         assert scaler.get_scale() == 512.0
     assert after[way] == (pytest.approx(after[None], rel=0.01) if way == "second call" else after[None])
+
+
+# ---------------------------------------------------------------------------------------------------------- floats are floats
+
+
+def assert_floats_are_floats(pair: Pair) -> None:
+    """Conversions asked for by name are plain, and an average in them moves as one of an FP32 model."""
+    model, optimizer = pair
+    state = model.state_dict()
+    for name, p in model.named_parameters():
+        for x in (
+            p.detach().clone().float(),
+            p.detach().double(),
+            p.to(torch.float32, copy=True),
+            state[name].clone().float(),
+            p.data.half(),
+        ):
+            assert type(x) is torch.Tensor
+    shadow = {name: p.detach().clone().float() for name, p in model.named_parameters()}
+    want = {name: x.double() for name, x in shadow.items()}
+    for step in range(3):
+        train(model, optimizer, range(step, step + 1))
+        for name, p in model.named_parameters():
+            shadow[name].lerp_(p.detach().float(), 1e-3)
+            want[name].lerp_(p.detach().double(), 1e-3)
+    assert all(torch.allclose(shadow[name].double(), want[name], rtol=1e-5, atol=1e-9) for name in want)
+    kept = {name: x.clone() for name, x in model.state_dict().items()}  # in their formats: a snapshot is restored bit for bit
+    before = [fp32_values(p).clone() for p in model.parameters()]
+    train(model, optimizer, range(3, 4))
+    model.load_state_dict(kept)
+    assert all(fp32_values(p).equal(x) for p, x in zip(model.parameters(), before, strict=True))
+
+
+@each_once(level=["O1", "O3"], way=WAYS)
+def test_floats_are_floats_each_way(level, way):
+    pair = begin(level)
+    train(*pair, range(2))
+    assert_floats_are_floats(carried(way, pair, level))
 
 
 # ----------------------------------------------------------------------------------------------------- gradients are tensors
@@ -171,6 +209,7 @@ def on_two_processes() -> dict[str, Any]:
         loss_of(model, 4).backward()
         assert_gradients_are_tensors(model, [values(p.grad) for p in model.parameters()])
         optimizer.step()
+        assert_floats_are_floats((model, optimizer))
         assert_refuses_second_derivatives(model, "1.weight")
         plain = msamp.plain_state_dict(model, optimizer)
         assert list(plain) == list(everything().state_dict())

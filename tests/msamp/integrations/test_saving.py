@@ -4,6 +4,7 @@ import copy
 import gc
 import itertools
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -220,3 +221,23 @@ def test_experts_are_saved_in_every_form_and_loaded_bit_for_bit(level, tmp_path)
     assert not again.experts.fc1_weight.scaling.seen
     narrow = plain_state_dict(model, optimizer, torch.bfloat16)["experts.fc2_weight"]
     assert narrow.equal(plain["experts.fc2_weight"].bfloat16())
+
+
+@pytest.mark.promise("Hosts", "torch.jit.trace and ONNX export of a converted model are refused and name `msamp.plain_state_dict`.")
+def test_exports_without_fp8_weights_name_the_plain_model(tmp_path: Path):
+    model, _ = msamp.initialize(nn.Sequential(nn.Linear(32, 32), nn.MultiheadAttention(32, 2)))
+    x = torch.randn(4, 32)
+    linear = model.eval()[0]
+    for export in (
+        lambda: torch.jit.trace(linear, x),
+        lambda: torch.onnx.export(linear, (x,), tmp_path / "model.onnx", dynamo=False),
+        lambda: torch.jit.trace(model[1], (x, x, x)),
+    ):
+        with pytest.raises(ValueError, match=r"msamp\.plain_state_dict"):
+            export()
+    assert torch.export.export(linear, (x,)).module()(x).equal(linear(x))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("torch.onnx._internal.exporter._flags._is_onnx_exporting", True)  # as with dynamo=True, which requires onnx
+        with pytest.raises(ValueError, match=r"msamp\.plain_state_dict"):
+            torch.export.export(linear, (x,))
+    assert linear(x).isfinite().all()

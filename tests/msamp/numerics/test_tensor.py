@@ -15,6 +15,7 @@ from msamp.numerics.formats import E4M3, E5M2, FP16
 from msamp.numerics.pickled_float8 import AsBytes, packed, unpacked
 from msamp.numerics.quantize import quantize
 from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.tensor_ops import keeping_format
 
 FORMATS = (E4M3, E5M2, FP16)
 every_format = pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -64,16 +65,24 @@ def test_values_that_are_not_finite_poison_the_scale(fmt, bad):
 
 
 @every_format
-def test_to_dtype_changes_only_the_outer_dtype(fmt):
+def test_a_conversion_to_a_dtype_gives_plain_values_unless_a_model_is_converted(fmt):
     x = tensor(fmt)
-    for dtype in (torch.float32, torch.float16):
-        y = x.to(dtype)
-        assert y.dtype == dtype
-        assert y.payload.dtype == fmt.dtype
-        assert codes(y.payload).equal(codes(x.payload))
-        assert y.scale_inv == x.scale_inv
-    assert x.to(torch.bfloat16) is x
-    assert x.float().dtype == torch.float32
+    want = x.dequantize(torch.float32)
+    for y in (x.float(), x.clone().double(), x.half(), x.bfloat16(), x.to(torch.bfloat16, copy=True), x.to("cpu", torch.float32)):
+        assert type(y) is torch.Tensor
+        assert y.equal(want.to(y.dtype))
+    assert type(x.type(torch.float64)) is type(x.to(want)) is type(x.long()) is torch.Tensor
+    assert type(x.to("cpu", copy=True)) is ScalingTensor
+    p = nn.Parameter(x)
+    (p.float() * want).sum().backward()
+    assert p.grad.float().equal(want.bfloat16().float())
+    with keeping_format():
+        for dtype in (torch.float32, torch.float16):
+            y = x.to(dtype)
+            assert y.dtype == dtype
+            assert codes(y.payload).equal(codes(x.payload))
+            assert y.scale_inv == x.scale_inv
+        assert x.bfloat16() is x
 
 
 @every_format
@@ -234,7 +243,7 @@ def test_what_was_measured_of_a_payload_holds_until_it_changes():
     assert tensor().tally is None
     x = measured(tally)
     assert x.tally is tally
-    for other in (x.clone(), copy.deepcopy(x), pickle.loads(pickle.dumps(x)), x.detach(), x.to(torch.float32)):
+    for other in (x.clone(), copy.deepcopy(x), pickle.loads(pickle.dumps(x)), x.detach(), x.to("cpu", copy=True)):
         assert other.tally is None
     x.payload.view(torch.uint8).view(-1)[0] = 0  # by a view
     assert x.tally is None
