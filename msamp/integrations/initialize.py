@@ -8,7 +8,7 @@ In a user's loop, the fields of a recipe mean:
   parameter is its own master.
 - A parameter's gradient has the gradient format of its states; on several processes the average is sent in that format.
 - `scales_loss`: such a recipe also requires control of the backward, and is for `msamp.amp`.
-- `activations`: this depends on the modules for norms and activations, and the model's modules are not replaced.
+- `activations`: has no effect, since the model's own norms and activations save what they always saved.
 """
 
 import logging
@@ -83,9 +83,9 @@ def initialize(
     describe their weights. A gradient is quantized once, after all micro-batches of the step have accumulated; run the backward of every
     micro-batch but the last under `optimizer.no_sync()`. Other matrices, such as embeddings and kernels of convolutions, keep their dtype
     and have BF16 gradients and the same moments. In FP32 they are their own masters; in BF16 they have a separate master in the table's
-    format. Norms and biases have FP32 gradients and states. The model's own norms and activations are not replaced, so they save the same
-    tensors for backward as before: build the model with `msamp.LayerNorm`, `msamp.RMSNorm` and `msamp.Activation` to save them in FP8
-    groups.
+    format. Norms and biases have FP32 gradients and states. No module is replaced; with `fuse`, decoder layers and norms of transformers
+    become objects of a subclass of their class, and its loss becomes `causal_lm_loss`. Build the model with `msamp.LayerNorm`,
+    `msamp.RMSNorm` and `msamp.Activation` to save their inputs in FP8 groups.
 
     On one process, a recipe with FP8 gradients casts them during backward: `p.grad` has the parameter's dtype and stores one byte per
     element and a scale (`msamp.numerics.fp8_gradient`). A second backward before `zero_grad`, or any write other than clipping, widens it
