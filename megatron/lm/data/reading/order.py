@@ -219,12 +219,9 @@ def check_same(info: dict[str, Any], now: dict[str, Any] | None, data: DataConfi
         return f"--override-data: the data continues at sample {info['consumed_samples']} of other data: {'; '.join(differing)}"
     if saved is None:
         return "the checkpoint has no digests of its data: it is assumed to be the data of this run"
-    pairs = list(zip(saved["datasets"], now["datasets"], strict=True))
+    pairs = zip(saved["datasets"], now["datasets"], strict=True)
     touched = [new["prefix"] for old, new in pairs if old.get("modified", new.get("modified")) != new.get("modified")]
-    notes = [f"{', '.join(touched)} was written again since the checkpoint: only samples of its tokens are compared"] if touched else []
-    if any("modified" in new and "modified" not in old for old, new in pairs):
-        notes.append("the checkpoint has no times of its data, and its digests of all tokens, if any, are ignored: samples are compared")
-    return "; ".join(notes) or None
+    return f"{', '.join(touched)} was written again since the checkpoint: only samples of its tokens are compared" if touched else None
 
 
 def _differing(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
