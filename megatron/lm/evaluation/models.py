@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,33 +14,16 @@ from megatron.lm.shell.exit_codes import one_line
 _ROWS = 1024  # positions with log-probabilities in memory at once: 0.2 GB with a vocabulary of 50,000
 
 
-class Model(Protocol):
-    """A causal language model with its tokenizer.
+class CheckpointModel:
+    """A checkpoint of the trainer, with FP8 weights used as saved; requires process groups (`opened` creates them).
+
+    The softmax is over the tokenizer's vocabulary, without padding.
 
     Attributes:
         name: as the user gave it.
         seq_length: context length in tokens.
         eod: id of the token before and after each document.
         about: metadata for the results file.
-    """
-
-    name: str
-    seq_length: int
-    eod: int
-    about: dict[str, Any]
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens."""
-
-    def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Tensor]:
-        """Return for each sequence the log-probabilities, FP32 in nats, of its tokens from its start (>= 1) on, given all tokens before; at
-        most `seq_length` + 1 tokens, the last of which is only a target."""
-
-
-class CheckpointModel:
-    """A checkpoint of the trainer, with FP8 weights used as saved; requires process groups (`opened` creates them).
-
-    The softmax is over the tokenizer's vocabulary, without padding.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,11 +40,12 @@ class CheckpointModel:
         self.about = {"kind": "checkpoint", "precision": build_recipe(config.precision).name, "iteration": info["iteration"]}
 
     def encode(self, text: str) -> list[int]:
-        """See `Model`."""
+        """Return the token ids of a text, without special tokens."""
         return self._tokenizer.tokenize(text)
 
     def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Tensor]:
-        """See `Model`."""
+        """Return for each sequence the log-probabilities, FP32 in nats, of its tokens from its start (>= 1) on, given all tokens before; at
+        most `seq_length` + 1 tokens, the last of which is only a target."""
         _check(sequences, starts, self.seq_length)
         hidden = self._model.hidden([sequence[:-1] for sequence in sequences])
         scores = []
@@ -75,10 +58,16 @@ class CheckpointModel:
 
 
 class FolderModel:
-    """A Hugging Face folder, loaded with transformers (`megatron.lm.hugging_face`); also with FP8 weights in a layout of `export-fp8`."""
+    """A Hugging Face folder, loaded with transformers (`megatron.lm.hugging_face`); also with FP8 weights in a layout of `export-fp8`.
+    Attributes and methods as those of `CheckpointModel`."""
 
     def __init__(self, path: Path) -> None:
-        needed("transformers", f"to read the Hugging Face folder {path}")
+        try:
+            import transformers  # noqa: F401
+        except ImportError as error:
+            raise ValueError(
+                f"transformers is missing to read the Hugging Face folder {path} ({error}): pip install -e '.[eval]'"
+            ) from None
         self._tokenizer = load_tokenizer(path)
         model = load_model(path, "AutoModelForCausalLM", quantized=("compressed-tensors", "fp8"))
         check_vocabulary(model, self._tokenizer)
@@ -95,13 +84,13 @@ class FolderModel:
         self.about = {"kind": model.config.model_type, "precision": precision}
 
     def encode(self, text: str) -> list[int]:
-        """See `Model`."""
+        """As `CheckpointModel.encode`."""
         with one_line(f"the tokenizer of {self.name} cannot encode the text"):
             return self._tokenizer.encode(text, add_special_tokens=False)
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Tensor]:
-        """Like `Model`; sequences are right-padded, where the causal mask hides the padding."""
+        """As `CheckpointModel.score`; sequences are right-padded, where the causal mask hides the padding."""
         _check(sequences, starts, self.seq_length)
         longest = max(map(len, sequences)) - 1
         tokens = torch.tensor([[*sequence[:-1], *[0] * (longest + 1 - len(sequence))] for sequence in sequences])
@@ -112,8 +101,11 @@ class FolderModel:
         ]
 
 
+Model = CheckpointModel | FolderModel
+
+
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[CheckpointModel | FolderModel]:
+def opened(path: Path) -> Iterator[Model]:
     """Load the model at `path`, with process groups if it needs them, for the block.
 
     Raises:
@@ -132,16 +124,6 @@ def opened(path: Path) -> Iterator[CheckpointModel | FolderModel]:
             yield CheckpointModel(path)
         finally:
             shutdown()
-
-
-def needed(name: str, what: str) -> Any:
-    """Import a module of the extra `eval`; raise a ValueError with the install command if it is missing. `what`: its purpose."""
-    import importlib
-
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ValueError(f"{name} is missing {what} ({error}): pip install -e '.[eval]'") from None
 
 
 def _check(sequences: Sequence[Sequence[int]], starts: Sequence[int], seq_length: int) -> None:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -144,10 +143,6 @@ def damaged(corpus: Path, folder: Path, damage: str) -> str:
         index.write_bytes(b"hello world" * 10)
     elif damage == "index empty":
         index.write_bytes(b"")
-    elif damage == "ids":
-        tokens = np.fromfile(data, dtype=np.uint16)
-        tokens[77] = 60
-        tokens.tofile(data)
     elif damage == "other version":
         raw = bytearray(index.read_bytes())
         raw[9:17] = struct.pack("<Q", 7)
@@ -163,7 +158,6 @@ BAD_DATA = {
     "not an index": ["corpus.idx"],
     "index empty": ["corpus.idx"],
     "other version": ["version 7"],
-    "ids": ["token id 60"],
 }
 
 

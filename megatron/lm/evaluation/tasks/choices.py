@@ -22,19 +22,12 @@ def load(file: str, data_dir: str = ".", **_: Any) -> dict[str, Any]:
     path = Path(data_dir) / file
     if not path.is_file():
         raise ValueError(f"{path} does not exist: set --data-dir to the folder with {file} (docs/guide/evaluation.md has its source)")
-    documents = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            document = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number} is invalid JSON ({error}): expected one object per line") from None
-        if not isinstance(document, dict):
-            raise ValueError(f"{path}, line {number} is not a JSON object: expected one per line")
-        documents.append(document)
-    if not documents:
-        raise ValueError(f"{path} is empty: there is nothing to evaluate")
+    try:
+        documents = [json.loads(line) for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    except ValueError as error:
+        raise ValueError(f"{path} is invalid JSON ({error}): expected one object per line") from None
+    if not documents or not all(isinstance(document, dict) for document in documents):
+        raise ValueError(f"{path} is empty, or one of its lines is not a JSON object: expected one object per line")
     return {"test": datasets.Dataset.from_list(documents)}
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers import tiny
+from megatron.lm.planning import fits
 from megatron.lm.run import job
 
 FLAGS = shlex.split(
@@ -24,7 +25,7 @@ def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_the_memory_check_allows_attention_that_the_start_may_choose(flags: list[str], monkeypatch: pytest.MonkeyPatch):
     checked = []
-    monkeypatch.setattr(job, "_check_resources", lambda config, world_size: checked.append(config.precision.attention_precision))
+    monkeypatch.setattr(fits, "check_fits", lambda config, *_, **__: checked.append(config.precision.attention_precision))
     for level in ("O3", "O0"):
         kept = job._judged([*flags, "--opt-level", level, "--attention-precision", "auto"])
         assert kept is not None

@@ -46,9 +46,9 @@ def test_lines_become_the_test_split(tmp_path: Path):
     ("content", "message"),
     [
         (None, r"set.jsonl does not exist: set --data-dir to the folder with set.jsonl"),
-        ("", "is empty: there is nothing to evaluate"),
-        ('{"a": 1}\n{', "line 2 is invalid JSON"),
-        ("3\n", "line 1 is not a JSON object"),
+        ("", "set.jsonl is empty"),
+        ('{"a": 1}\n{', "set.jsonl is invalid JSON"),
+        ("3\n", "set.jsonl .*is not a JSON object"),
     ],
 )
 def test_files_that_are_no_documents_are_refused(tmp_path: Path, content: str | None, message: str):
