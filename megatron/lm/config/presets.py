@@ -1,39 +1,18 @@
 """GPT sizes by name, from `presets.toml`, and quantities computed from a shape: parameters and FLOPs."""
 
-import functools
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from importlib import resources
-from types import MappingProxyType
 from typing import Any
 
 from megatron.lm.config import ModelConfig, ParallelConfig
 
 GPT2_VOCABULARY = 50257
 
-
-@functools.cache
-def _sizes() -> dict[str, dict[str, Any]]:
-    """Return the settings of each size, by field name, and its `vocabulary`."""
-    file = tomllib.loads(resources.files("megatron.lm.config").joinpath("presets.toml").read_text(encoding="utf-8"))
-    sizes = {name: file["all"] | file.get(size.get("like"), {}) | size for name, size in file["sizes"].items()}
-    return {name: {key: value for key, value in size.items() if key != "like"} for name, size in sizes.items()}
-
-
-class Presets(Mapping[str, Mapping[str, Any]]):
-    """Settings by field name (over all sections of `Config`) by size; the file is read at the first use."""
-
-    def __getitem__(self, name: str) -> Mapping[str, Any]:
-        return MappingProxyType({key: value for key, value in _sizes()[name].items() if key != "vocabulary"})
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_sizes())
-
-    def __len__(self) -> int:
-        return len(_sizes())
-
-
-PRESETS = Presets()
+_FILE = tomllib.loads(resources.files("megatron.lm.config").joinpath("presets.toml").read_text(encoding="utf-8"))
+_SIZES = {name: _FILE["all"] | _FILE.get(size.get("like"), {}) | size for name, size in _FILE["sizes"].items()}
+# Settings by field name (over all sections of `Config`) by size.
+PRESETS = {name: {key: x for key, x in size.items() if key not in ("like", "vocabulary")} for name, size in _SIZES.items()}
 
 
 def preset(name: str) -> dict[str, Any]:
@@ -60,7 +39,7 @@ def in_other_units(values: Mapping[str, Any], flags: Collection[str]) -> dict[st
 
 def published_vocabulary(name: str) -> int:
     """Return the published number of embedding rows of a size, not padded."""
-    return _sizes().get(name, {}).get("vocabulary", GPT2_VOCABULARY)
+    return _SIZES.get(name, {}).get("vocabulary", GPT2_VOCABULARY)
 
 
 def linear_shapes(model: ModelConfig, parallel: ParallelConfig) -> dict[str, tuple[int, int]]:
