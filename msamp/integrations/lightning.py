@@ -15,13 +15,14 @@ checkpoint before `configure_optimizers`, when the model has no scales. This str
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 
+from msamp.integrations.capture import capture as capture_step
 from msamp.integrations.loop_optimizer import LoopOptimizer
 from msamp.integrations.saving import exact_state_dict, plain_state_dict
 from msamp.nn.linear import transposed_weights
@@ -128,3 +129,34 @@ class Strategy(DDPStrategy):
         if self.optimizers and _EXACT in checkpoint:
             checkpoint = {**checkpoint, "state_dict": checkpoint[_EXACT]}
         super().load_model_state_dict(checkpoint, strict)
+
+
+def capture(module: LightningModule, forward_backward: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """`msamp.capture` for a module with `automatic_optimization = False`. Call what it returns in `training_step`, and log its result:
+
+        def training_step(self, batch):
+            self.step = self.step or capture(self, self.forward_backward)
+            self.log("loss", self.step(batch))
+
+    Lightning's automatic optimization logs and reads batches inside the step, which a graph would not repeat.
+
+    Args:
+        module: its `configure_optimizers` returns the optimizer of `msamp.initialize`.
+        forward_backward, settings: of `msamp.capture`.
+
+    Raises:
+        ValueError: if the module has automatic optimization.
+    """
+    if module.automatic_optimization:
+        raise ValueError("capture requires automatic_optimization = False in the module's __init__")
+    optimizer: Any = module.optimizers()
+    step = capture_step(module, optimizer.optimizer, forward_backward, **settings)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        counting: Any = module.optimizers()
+        counting._on_before_step()  # as LightningOptimizer.step does, so that the Trainer counts the step
+        result = step(*args, **kwargs)
+        counting._on_after_step()
+        return result
+
+    return run

@@ -8,6 +8,7 @@ The Trainer saves plain weights for `from_pretrained`, and the optimizer's state
 the windows of delayed scaling restart.
 """
 
+import contextlib
 from typing import Any, cast
 
 import torch
@@ -16,10 +17,19 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from msamp.integrations.accelerate import Accelerator
+from msamp.integrations.capture import CapturedStep
+from msamp.integrations.capture import capture as capture_step
 from msamp.integrations.initialize import initialize
 from msamp.integrations.loop_optimizer import LoopOptimizer
 from msamp.integrations.saving import save_plain
 from msamp.numerics.recipe import Recipe
+
+
+class _Stepped(AcceleratedOptimizer):
+    """An optimizer whose step is part of a captured step, so that the Trainer's call does nothing."""
+
+    def step(self, closure: Any = None) -> None:
+        pass
 
 
 class Trainer(transformers.Trainer):
@@ -30,14 +40,21 @@ class Trainer(transformers.Trainer):
     Args:
         args: transformers' own.
         recipe: of `msamp.initialize`.
+        capture: run each step, from its first micro-batch to the update, by `msamp.capture`. Callbacks before the update
+            (`on_pre_optimizer_step`) then run after it, and a step's loss is that of all its micro-batches.
         settings: transformers' own.
 
     Raises:
-        ValueError: for several GPUs in one process, or as in `msamp.integrations.accelerate.Accelerator`.
+        ValueError: for several GPUs in one process, `capture` with transformers before version 5, or as in
+            `msamp.integrations.accelerate.Accelerator`.
     """
 
-    def __init__(self, *args: Any, recipe: str | Recipe | None = None, **settings: Any) -> None:
-        self.recipe = recipe
+    def __init__(self, *args: Any, recipe: str | Recipe | None = None, capture: bool = False, **settings: Any) -> None:
+        self.recipe, self.captures = recipe, capture
+        self._step: CapturedStep | None = None
+        self._waiting: list[dict[str, Any]] = []  # micro-batches of this step
+        if capture and not hasattr(transformers.Trainer, "_get_grad_norm"):
+            raise ValueError(f"capture=True requires transformers 5, this is {transformers.__version__}; leave it out")
         super().__init__(*args, **settings)
         if self.args.n_gpu > 1:
             raise ValueError(
@@ -61,6 +78,37 @@ class Trainer(transformers.Trainer):
             if not isinstance(held, transformers.PreTrainedModel):
                 save_plain(held, optimizer)
         return cast("torch.optim.Optimizer", self.optimizer)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None) -> torch.Tensor:
+        """Like transformers'; with `capture`, run all micro-batches and the update with the last one."""
+        if not self.captures:
+            return super().training_step(model, inputs, num_items_in_batch)
+        self._waiting.append(self._prepare_inputs(inputs))
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        if self._step is None or self._step.model is not model:
+            self.optimizer.__class__ = _Stepped  # keeps the object that accelerate prepared
+            self._step = capture_step(model, cast("torch.optim.Optimizer", self.optimizer), self._micro_batches)
+        model.train()
+        batches, self._waiting = self._waiting, []
+        items = None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+        loss, self._norm = self._step(batches, items)
+        return cast("torch.Tensor", loss)
+
+    def _micro_batches(self, batches: list[dict[str, Any]], items: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run forward and backward of a step; return the loss, and the norm of the gradients before they were clipped."""
+        model, losses = cast("CapturedStep", self._step).model, []
+        for number, inputs in enumerate(batches, 1):
+            with contextlib.nullcontext() if number == len(batches) else self.accelerator.no_sync(model):
+                losses.append(super().training_step(model, inputs, items))
+        norm = self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm or float("inf"))
+        return torch.stack(losses).sum(), norm
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        return self._norm if self.captures else super()._clip_grad_norm(model)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return self._norm if self.captures else super()._get_grad_norm(model, grad_norm=grad_norm)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.args.should_save and self.optimizer is not None:

@@ -172,3 +172,34 @@ def test_a_compiled_model_trains_alike():
         found.append(losses)
     assert found[1] == pytest.approx(found[0], rel=1e-3)
     assert list(accelerator.get_state_dict(model)) == list(net().state_dict())
+
+
+def test_a_captured_step_of_what_accelerate_has_prepared():
+    import msamp
+    from msamp.integrations.accelerate import Accelerator
+
+    curves = []
+    for captured in (False, True):
+        accelerator = Accelerator(cpu=True, recipe="O2", gradient_accumulation_steps=MICRO_BATCHES)
+        model = net()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+        def forward_backward(x: torch.Tensor) -> torch.Tensor:
+            for part in x.chunk(MICRO_BATCHES):
+                with accelerator.accumulate(model):  # noqa: B023
+                    loss = (model(part) - part[:, :16]).square().mean()  # noqa: B023
+                    accelerator.backward(loss)  # noqa: B023
+            accelerator.clip_grad_norm_(model.parameters(), 0.1)  # noqa: B023
+            return loss
+
+        step, curve = msamp.capture(model, optimizer, forward_backward), []
+        for number in range(6):
+            x = ROWS.roll(number, 0)
+            loss = step(x) if captured else forward_backward(x).detach()
+            if not captured:
+                optimizer.step()
+                optimizer.zero_grad()
+            curve.append(float(loss))
+        curves.append(curve)
+    assert curves[0] == curves[1]
+    assert step.obstacle is None

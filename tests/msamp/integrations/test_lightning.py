@@ -109,3 +109,39 @@ def test_what_nothing_would_average_is_refused(tmp_path: Path):
         ValueError, match=r"net\.2\.weight requires a gradient but is not in the optimizer.*pass msamp\.initialize the whole"
     ):
         run(TwoParts(), 1, tmp_path)
+
+
+class ByHand(Module):
+    """A module that runs its own steps, captured or not."""
+
+    def __init__(self, level: str, captured: bool) -> None:
+        super().__init__(level)
+        self.automatic_optimization, self.captured, self.step = False, captured, None
+
+    def forward_backward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = (self.net(x) - x[:, :16]).square().mean()
+        self.manual_backward(loss)
+        return loss
+
+    def training_step(self, batch: Any, *_: Any) -> None:
+        from msamp.integrations.lightning import capture
+
+        x = batch[0] if isinstance(batch, list) else batch
+        if self.captured:
+            self.step = self.step or capture(self, self.forward_backward)
+            loss = self.step(x)
+        else:
+            loss = self.forward_backward(x).detach()
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+        self.losses.append(float(loss))
+
+
+def test_a_captured_step_counts_and_trains_as_one_by_hand(tmp_path: Path):
+    found = []
+    for captured in (False, True):
+        module = ByHand("O3", captured)
+        trainer = run(module, 3, tmp_path)
+        found.append((module.losses, trainer.global_step))
+    assert found[0] == found[1]
+    assert found[0][1] == len(module.losses)

@@ -58,3 +58,18 @@ def test_two_processes_train_save_and_resume(tmp_path: Path):
     assert first["step"] == 3
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
     assert again(input_ids=TOKENS, labels=TOKENS).loss < 4.5
+
+
+def test_a_captured_trainer_trains_as_one_that_is_not(tmp_path: Path):
+    found = []
+    for capture in (False, True):
+        own = trainer(str(tmp_path), 6, recipe="O3", capture=capture)
+        own.train()
+        rows = [row for row in own.state.log_history if "grad_norm" in row]
+        weights = [p.detach().dequantize() if isinstance(p, ScalingTensor) else p.detach() for p in own.model.parameters()]
+        found.append(([row["grad_norm"] for row in rows], [row["learning_rate"] for row in rows], [row["loss"] for row in rows], weights))
+    (norms, rates, losses, weights), captured = found
+    assert own._step.obstacle is None
+    assert (norms, rates) == captured[:2]
+    assert losses == pytest.approx(captured[2], rel=1e-4)  # the sum of two micro-batches is rounded elsewhere
+    assert all(a.equal(b) for a, b in zip(weights, captured[3], strict=True))
