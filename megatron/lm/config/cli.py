@@ -14,8 +14,8 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from megatron.lm.config.blend_file import read_blend, read_blend_per_split
 from megatron.lm.config.from_checkpoint import Saved, taken
-from megatron.lm.config.megatron_flags.apply import apply, described, differing, given_by
-from megatron.lm.config.megatron_flags.table import GivenFlags, closest, help_sections
+from megatron.lm.config.megatron_flags.apply import apply, described, given_by
+from megatron.lm.config.megatron_flags.table import GivenFlags, closest, defaults, help_sections
 from megatron.lm.config.presets import PRESETS, in_other_units, preset, published_vocabulary
 from megatron.lm.config.sections.outputs import CheckpointConfig
 from megatron.lm.config.sections.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, SIZE, choices_of, flag
@@ -71,14 +71,14 @@ def parse(argv: Sequence[str] | None = None, saved: Callable[[CheckpointConfig],
     chosen = _preset_parser(add_help=False).parse_known_args(argv)[0].preset
     settings = in_other_units(preset(chosen), given_by(argv).flags) if chosen else {}
     given = given_by(argv, settings)
-    defaults, megatron_defaults = differing(given), "--megatron-defaults" in given.flags
+    differing, megatron_defaults = [default for default in defaults() if default.applies(given)], "--megatron-defaults" in given.flags
     if megatron_defaults:
-        settings = {name: value for default in defaults for name, value in default.settings.items()} | settings
+        settings = {name: value for default in differing for name, value in default.settings.items()} | settings
     about = _about_loading(given)
     from_checkpoint = taken(about, saved(about)) if saved is not None and about.use_checkpoint_args and about.load is not None else None
     if from_checkpoint is not None:
         settings = settings | dict(from_checkpoint.settings)
-    parser = _kept_parser(settings) if from_checkpoint is None else _parser(settings)
+    parser = _parser(settings)
     if about.use_checkpoint_args and saved is None:
         parser.error("--use-checkpoint-args works only in training, which reads a checkpoint: give the flags of the model")
     try:
@@ -101,7 +101,7 @@ def parse(argv: Sequence[str] | None = None, saved: Callable[[CheckpointConfig],
     config = config_from_dict(
         {name: {f.name: values[f.name] for f in fields(cls) if f.name in values} for name, cls in section_types().items()}
     )
-    return Parsed(config, tuple(lines) if megatron_defaults or not defaults else (*lines, described(defaults)))
+    return Parsed(config, tuple(lines) if megatron_defaults or not differing else (*lines, described(differing)))
 
 
 def _read_blends(values: dict[str, Any]) -> None:
@@ -139,7 +139,7 @@ def _about_loading(given: GivenFlags) -> CheckpointConfig:
 
 def known_flags() -> frozenset[str]:
     """Return the trainer's own flags."""
-    return _options(_kept_parser({}))
+    return _options(_parser({}))
 
 
 def _options(parser: argparse.ArgumentParser) -> frozenset[str]:
@@ -273,16 +273,6 @@ def _preset_parser(**kwargs: Any) -> argparse.ArgumentParser:
         help='JSON with what --train-data-path, --valid-data-path and --test-data-path take: {"train": [weight, prefix, ...], ...}',
     )
     return parser
-
-
-def _kept_parser(presets: Mapping[str, Any]) -> argparse.ArgumentParser:
-    """Return `_parser(presets)`, built once for each set of presets: that is 3.5 of the 5 ms of a command line."""
-    return _parser_of(tuple((name, type(value), value) for name, value in sorted(presets.items())))
-
-
-@functools.lru_cache(maxsize=16)
-def _parser_of(presets: tuple[tuple[str, type, Any], ...]) -> argparse.ArgumentParser:
-    return _parser({name: value for name, _, value in presets})  # the types tell apart what compares equal, such as 1 and True
 
 
 def _parser(presets: Mapping[str, Any]) -> argparse.ArgumentParser:

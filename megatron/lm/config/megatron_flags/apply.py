@@ -15,7 +15,6 @@ from megatron.lm.config.megatron_flags.table import (
     DefaultRow,
     GivenFlags,
     closest,
-    defaults,
     find,
     names,
     rows_of,
@@ -203,11 +202,6 @@ COMPUTED: Mapping[str, Callable[[GivenFlags, Values], Verdict | None]] = Mapping
         "--decoder-seq-length": _decoder_seq_length,
     }
 )
-
-
-def differing(given: GivenFlags) -> tuple[DefaultRow, ...]:
-    """Return the defaults of a run with these flags that differ from Megatron-LM's."""
-    return tuple(default for default in defaults() if default.applies(given))
 
 
 def described(some: Sequence[DefaultRow]) -> str:

@@ -45,15 +45,6 @@ def test_round_trips():
         assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
 
 
-def test_a_kept_parser_serves_its_own_preset_alone():
-    """The parser of a preset is kept: neither flags of an earlier command line nor another preset's values come back from it."""
-    first, other = parse_args(["--preset", "7b"]), parse_args(["--preset", "13b"])
-    assert parse_args(["--preset", "7b", "--lr", "1", "--megatron-defaults"]) != first
-    assert (parse_args(["--preset", "7b"]), parse_args(["--preset", "13b"])) == (first, other)
-    with pytest.raises(SystemExit):
-        parse_args([])  # without a preset the model's flags are still required
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
