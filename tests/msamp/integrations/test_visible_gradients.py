@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -256,3 +257,51 @@ def test_on_one_process_gradients_are_those_of_torch():
     loss(model, 0).backward()
     assert all(not isinstance(p.grad, FP8Gradient) or p.grad.fetched for p in model.parameters())
     optimizer.synchronize()
+
+
+def surgery(model: nn.Module, step: int) -> None:
+    """Gradients of two losses from `torch.autograd.grad`, of which the loop sets a mixture by hand."""
+    params = list(model.parameters())
+    first = torch.autograd.grad(loss(model, step), params)
+    second = torch.autograd.grad(loss(model, step + 100), params)
+    for p, a, b in zip(params, first, second, strict=True):
+        p.grad = a + 0.5 * b
+
+
+def clipped_micro_batches(model: nn.Module, step: int, optimizer: Any) -> None:
+    with optimizer.no_sync():
+        loss(model, step).backward()
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    loss(model, step + 100).backward()
+
+
+def frozen_later(model: nn.Module, step: int) -> None:
+    model.side.requires_grad_(step < 1)
+    loss(model, step).backward()
+    gradients(model)[0].norm()
+
+
+def situations(level: str, zero: bool | None) -> dict[str, list[torch.Tensor]]:
+    found = {}
+    for situation in (surgery, clipped_micro_batches, frozen_later):
+        model, optimizer = begin(level, **({} if zero is None else {"zero": zero}))
+        norms = []
+        for step in range(3):
+            optimizer.zero_grad()
+            situation(model, step, *([optimizer] if situation is clipped_micro_batches else []))
+            optimizer.step()
+            norms.append(optimizer.grad_norm)
+        found[situation.__name__] = [torch.stack(norms), *(fp32_values(p).clone() for p in model.parameters())]
+    return found
+
+
+@pytest.mark.parametrize(("level", "zero"), [("fp32", False), ("O2", False), ("O3", True)])
+def test_surgery_clipped_micro_batches_and_freezing_are_as_on_one_process(level, zero):
+    first, second = dist.run(situations, 2, level, zero)
+    want = situations(level, None)
+    near = 1e-4 if level == "fp32" else 0.02
+    for name in want:
+        assert all(a.equal(b) for a, b in zip(first[name], second[name], strict=True)), name
+        if name != "clipped_micro_batches":  # each process clips its own sum
+            assert all((a - b).norm() <= near * b.norm() for a, b in zip(first[name], want[name], strict=True)), name
+    assert first["clipped_micro_batches"][0].max() > 0
