@@ -35,7 +35,7 @@ class _SavedTensor(ScalingTensor):
 
     @staticmethod
     def __new__(cls) -> ScalingTensor:  # type: ignore[misc]
-        return ScalingTensor.__new__(cls, torch.zeros(0, dtype=torch.float16), torch.ones(()), torch.float32)
+        return ScalingTensor.__new__(cls, torch.zeros(0, dtype=torch.float16, device="cpu"), torch.ones((), device="cpu"), torch.float32)
 
     def __setstate__(self, state: Any) -> None:
         value, meta = (state.get(key) for key in ("value", "meta")) if isinstance(state, dict) else (None, None)
@@ -110,7 +110,7 @@ def _of_bitsandbytes(name: str, saved: Mapping[str, Any], shape: torch.Size) -> 
         if codes.dtype != torch.uint8:
             states[key] = codes.float()  # small parameters have FP32 states
             continue
-        maxima = largest if isinstance(largest, torch.Tensor) else torch.zeros(0)
+        maxima = largest if isinstance(largest, torch.Tensor) else torch.zeros(0, device="cpu")
         blocks = [n for n in _BLOCKS if maxima.numel() == -(-codes.numel() // n)]
         if not blocks or not isinstance(table, torch.Tensor) or table.numel() != 256:
             raise ValueError(f"state{number} that bitsandbytes saved for {name} lacks its table of 256 values or its blocks' maxima")
