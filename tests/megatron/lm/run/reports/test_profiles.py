@@ -91,15 +91,18 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, **flags: Any) -> tuple[Profiles, l
     return Profiles(tiny.config("corpus", **flags).profiling, Path(), 10, Unwritten()), calls
 
 
-def test_nsys_gets_the_iterations_after_start_to_end(one_process: None, monkeypatch: pytest.MonkeyPatch):
-    made, calls = on_a_gpu(monkeypatch, profile=True, profile_step_start=2, profile_step_end=4)
+@pytest.mark.parametrize("ranks", [(0,), (1,)])
+def test_nsys_gets_the_iterations_after_start_to_end_of_the_given_ranks(
+    one_process: None, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...]
+):
+    made, calls = on_a_gpu(monkeypatch, profile=True, profile_step_start=2, profile_step_end=4, profile_ranks=ranks)
     made.begin(0)
     for iteration in range(1, 7):
         made.before(iteration)
         calls.append(iteration)
         made.after(iteration)
     made.close()
-    assert calls == [1, 2, "synchronize", "start", 3, 4, "synchronize", "stop", 5, 6]
+    assert calls == ([1, 2, "synchronize", "start", 3, 4, "synchronize", "stop", 5, 6] if 0 in ranks else [1, 2, 3, 4, 5, 6])
 
 
 @pytest.mark.gpu
