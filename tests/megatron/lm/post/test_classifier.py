@@ -96,3 +96,12 @@ def test_a_gpt_and_another_vocabulary_and_a_peers_recipe_are_refused():
     assert peer is not None
     with pytest.raises(ValueError, match="te-bf16: Transformer Engine's attention gets no padding mask"):
         check_recipe(peer)
+
+
+def test_a_batch_is_filled_to_sixteen_and_positions_stay_within_the_table():
+    found = batch([Example([5, 6], 1), Example(list(range(17)), 0)], 20, 59)
+    assert found["tokens"].shape == (2, 32)
+    assert found["tokens"][0].tolist() == [5, 6] + [59] * 30
+    assert found["attended"].sum(1).tolist() == [2, 17]
+    assert found["position_ids"][0].tolist() == [*range(20), *[19] * 12]
+    assert found["labels"].tolist() == [1, 0]

@@ -97,3 +97,8 @@ def test_a_preference_that_is_none_is_refused(row, said):
 )
 def test_what_is_asked_is_the_same_in_each_form(row):
     assert prompt(row, "row 1") == [ASKED]
+
+
+def test_an_input_follows_the_instruction_and_a_system_text_precedes_it():
+    found = conversation({"instruction": "add", "input": "2 and 2", "output": "4", "system": "be brief"}, "row 1")
+    assert found == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "add\n\n2 and 2"}, ANSWERED]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron.lm.post.losses import answer_loss, dpo_loss, policy_loss, token_log_probs, value_loss
+from megatron.lm.post.losses import answer_loss, dpo_loss, masked_mean, policy_loss, token_log_probs, value_loss
 
 
 @pytest.fixture
@@ -77,3 +77,9 @@ def test_the_value_loss_by_hand():
     # the second is held at 1 + 0.5, whose error is smaller than its own
     assert value_loss(values, before, returns, mask, clip=0.5).item() == pytest.approx(0.5 * (1 + 1) / 2)
     assert value_loss(values, before, torch.tensor([[2.0, 4.0, 0.0]]), mask, clip=0.5).item() == pytest.approx(0.5 * (1 + 2.5**2) / 2)
+
+
+def test_a_mean_of_nothing_is_zero():
+    x = torch.tensor([1.0, math.nan, 3.0])
+    assert masked_mean(x, torch.tensor([True, False, True])).item() == 2
+    assert masked_mean(x, torch.zeros(3, dtype=torch.bool)).item() == 0

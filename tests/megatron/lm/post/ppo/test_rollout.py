@@ -216,3 +216,9 @@ def test_questions_are_of_the_generator_and_hold_their_sum(name):
     assert len({question.expected for question in first}) > 1
     assert all(question.messages[-1]["role"] == "user" for question in first)
     assert TASKS[name].judge("<answer>5</answer>" if name == "format" else "5", "5") == 1
+
+
+def test_a_fixed_coefficient_stays():
+    control = KLControl(0.1)
+    control.update(1e9, 64)
+    assert control.coefficient == 0.1
