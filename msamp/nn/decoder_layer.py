@@ -9,8 +9,7 @@ subclass overrides `forward`:
     MLP          `MLPBlock`: residual, norm, gate and up as one GEMM, SwiGLU, down, residual
 
 Each half is fused on its own, and decides so in every forward: a hook or an adapter inside a half, or a linear layer that is not in FP8,
-makes that half run the modules as they are. `why_not_attention` and `why_not_mlp` return the reasons, and `msamp.survey` prints them. A
-mixture of experts runs as it is, with the grouped GEMMs of `msamp.nn.experts`. Generation runs unfused.
+makes that half run the modules as they are, and `msamp.survey` prints why. Experts run as they are (`msamp.nn.experts`), generation unfused.
 
 The other RMSNorms of the model become one kernel each, and a model whose loss is transformers' `ForCausalLMLoss` gets `causal_lm_loss`,
 which makes no FP32 copy of the logits. Under autocast, GEMMs have results in its dtype, and the stream keeps its own.
@@ -22,7 +21,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,6 +72,8 @@ class FusedNorm(_Fused):
 class FusedDecoderLayer(_Fused):
     """A decoder layer of transformers whose halves are fused functions."""
 
+    family: Family  # of the class, as functions that are cached make torch.compile warn
+    arguments: tuple[str, ...]  # of the class's forward after the hidden states
     self_attn: Any
     mlp: Any
     input_layernorm: Any
@@ -80,7 +81,7 @@ class FusedDecoderLayer(_Fused):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute the layer; arguments and result as in its own class."""
-        passed = kwargs | dict(zip(arguments_of(host_of(type(self)))[2:], args, strict=False))
+        passed = kwargs | dict(zip(self.arguments, args, strict=False))
         tables, cache = passed.get("position_embeddings"), next((passed[name] for name in CACHES if name in passed), None)
         together = not (
             tables is None
@@ -105,8 +106,7 @@ class FusedDecoderLayer(_Fused):
 
     def _attention(self, x: torch.Tensor, passed: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the stream [b, s, h], through which its gradient flows, and attention's update of it."""
-        own, norm, kind = self.self_attn, self.input_layernorm, cast(Any, type(self))
-        _, family = cast(tuple[type, Family], family_of(kind))
+        own, norm, family = self.self_attn, self.input_layernorm, self.family
         layers = joined_attention(self)
         norms = (own.q_norm.weight, None, own.k_norm.weight, None) if family.head_norms else ()
         autocast = torch.is_autocast_enabled(x.device.type)
@@ -162,7 +162,9 @@ def _new(mixin: type, host: type) -> Any:
 @functools.cache
 def _fused(mixin: Any, host: Any) -> type:
     """Return the subclass of a class of transformers that runs fused, with the name of its base, which hosts look for."""
-    names = {"__module__": host.__module__, "__qualname__": host.__qualname__, "fused_host": host}
+    names: dict[str, Any] = {"__module__": host.__module__, "__qualname__": host.__qualname__, "fused_host": host}
+    if mixin is FusedDecoderLayer:
+        names |= {"family": family_of(host)[1], "arguments": arguments_of(host)[2:]}  # type: ignore[index]
     return type(host.__name__, (mixin, host), names)
 
 
@@ -254,9 +256,8 @@ def why_not_mlp(layer: nn.Module, converted: "set[int] | None" = None) -> str:
 def _why_called(*modules: nn.Module) -> str:
     """Return why modules must be called, rather than only their parameters used."""
     for module in modules:
-        if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-            return "a module inside it has a hook"
-        if module._forward_hooks and not all(map(_is_idle, module._forward_hooks.values())):
+        others = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        if others or not all(map(_is_idle, module._forward_hooks.values())):
             return "a module inside it has a hook"
         if "forward" in vars(module):
             return "the forward of a module inside it was replaced"
@@ -264,8 +265,7 @@ def _why_called(*modules: nn.Module) -> str:
 
 
 def _is_idle(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is the one by which transformers captures attention weights, which nobody has asked for: it stays after the first
-    forward that returned hidden states."""
+    """Whether a hook is transformers' for attention weights, which stays after a forward that returned hidden states, and is not in use."""
     if not getattr(hook, "__qualname__", "").endswith("output_capturing_hook"):
         return False
     asked = sys.modules[hook.__module__]._active_collector.get()

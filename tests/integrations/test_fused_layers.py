@@ -373,3 +373,11 @@ def test_compiled_layers_have_no_graph_break():
     optimizer.step()
     assert not torch._dynamo.utils.counters["graph_break"]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_compiled_layers_have_the_bits_of_eager_ones():
+    want = steps(*begin(build(num_hidden_layers=1)), use_cache=False)
+    torch._dynamo.reset()
+    model, optimizer = begin(build(num_hidden_layers=1))
+    layers(model)[0].compile(backend="aot_eager", fullgraph=True)
+    assert steps(model, optimizer, use_cache=False) == want
