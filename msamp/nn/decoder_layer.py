@@ -9,7 +9,7 @@ subclass overrides `forward`:
     MLP          `MLPBlock`: residual, norm, gate and up as one GEMM, SwiGLU, down, residual
 
 Each half is fused on its own, and decides so in every forward: a hook or an adapter inside a half, or a linear layer that is not in FP8,
-makes that half run the modules as they are, and `msamp.survey` prints why. Experts run as they are (`msamp.nn.experts`), generation unfused.
+makes that half run its modules as they are; `msamp.survey` prints why. Experts run as they are (`msamp.nn.experts`); generation is unfused.
 
 The other RMSNorms of the model become one kernel each, and a model whose loss is transformers' `ForCausalLMLoss` gets `causal_lm_loss`,
 which makes no FP32 copy of the logits. Under autocast, GEMMs have results in its dtype, and the stream keeps its own.
