@@ -1,28 +1,38 @@
 # Three images, from the root of the checkout:
 #
-#   docker build --target cpu -t msamp:cpu .       runs the quick start: docker run --rm -v "$PWD/runs:/opt/msamp/runs" msamp:cpu
+#   docker build --target cpu -t msamp:cpu .       runs the quick start:
+#                                  docker run --rm --user "$(id -u):$(id -g)" -v "$PWD/runs:/opt/msamp/runs" msamp:cpu
 #   docker build --target gpu -t msamp:gpu .       trains: what examples/kubernetes/pretrain.yaml starts
 #   docker build --target peers -t msamp:peers .   compares: with Transformer Engine and flash-attn, which are compiled for an hour
 #
 # hadolint global ignore=DL3013
 # Packages have their versions in the arguments below and in setup.py, where the linter does not look.
 #
+# The image `cpu` is installed from the lock file by hash and runs without root; `gpu` and `peers` have another torch, which the lock does not
+# fit, and run as root. Base images are named by tag: for a fixed one build with `--build-arg PYTHON=python@sha256:...`.
+#
 # A torch build decides the CUDA version. Another one: --build-arg GPU_TORCH=torch==2.12.0 --build-arg GPU_INDEX=... --build-arg CUDA=...
 ARG CUDA=13.0.1
+ARG PYTHON=python:3.12-slim-bookworm
 
-FROM python:3.12-slim-bookworm AS cpu
+FROM ${PYTHON} AS cpu
 ARG CPU_TORCH=torch==2.13.0
 ARG CPU_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /opt/msamp
-# Before the sources: a change of them costs no download.
-RUN python3 -m pip install --no-cache-dir "$CPU_TORCH" --extra-index-url "$CPU_INDEX"
+# Before the sources: a change of them costs no download. Each name has one source: torch the second, everything else the first.
+COPY requirements-dev.txt ./
+RUN python3 -m pip install --no-cache-dir --no-deps --require-hashes -r requirements-dev.txt \
+ && python3 -m pip install --no-cache-dir "$CPU_TORCH" --index-url "$CPU_INDEX"
 COPY LICENSE README.md setup.py pyproject.toml ./
 COPY msamp msamp
 COPY megatron megatron
 COPY tools tools
 COPY examples examples
 # editable_mode=compat: `megatron` stays a namespace shared with NVIDIA's wheel.
-RUN python3 -m pip install --no-cache-dir --config-settings editable_mode=compat -e '.[plot]'
+RUN python3 -m pip install --no-cache-dir --no-deps --no-build-isolation --config-settings editable_mode=compat -e . \
+ && mkdir -p runs data && chmod 1777 runs data
+ENV HOME=/tmp
+USER 10001:10001
 CMD ["python3", "-m", "megatron.lm.command.quickstart"]
 
 FROM nvidia/cuda:${CUDA}-runtime-ubuntu24.04 AS gpu

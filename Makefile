@@ -1,12 +1,15 @@
 # `make` lists the targets. On a machine with its own python and no network: make test-gpu PYTHON=python3
 
 PYTHON ?= .venv/bin/python
-# Torch is pinned and installed first: left to the resolver, a machine without a GPU takes the newest CUDA build and gigabytes of
-# NVIDIA packages with it. Where the package source has a CPU build of this version (2.13.0+cpu), pip prefers it; to add a source:
-# make TORCH='torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu'
+# Torch is pinned without a hash, since its build depends on the machine: the resolver takes a CPU build of this version (2.13.0+cpu) where the
+# package source has one, and else the build for CUDA, with gigabytes of NVIDIA packages and its own Triton. Another source, and only that:
+# make TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 TORCH ?= torch==2.13.0
-# Versions of everything else in .venv. `make LOCK= venv` takes the newest ones that setup.py allows, `make lock` renews the file.
+# Versions and hashes of everything else in .venv, pip, setuptools and Triton included. `make LOCK= venv` takes the newest ones that setup.py
+# allows, `make lock` renews the file.
 LOCK ?= requirements-dev.txt
+# Triton of the interpreter's tests; uv cannot resolve it together with torch's build for CUDA, which requires an older one.
+TRITON = triton==3.9.0
 EXTRAS = dev plot docs notebook
 comma := ,
 
@@ -31,7 +34,7 @@ EXTRA_TESTS = tests/megatron/lm/evaluation tests/megatron/lm/tools/test_evaluate
   tests/megatron/lm/tools/convert/test_fp8_export.py \
   tests/megatron/lm/run/reports/test_weights_and_biases.py
 
-.PHONY: help venv environments quickstart test test-hosts test-extras test-nightly test-gpu test-multi-gpu soak fuzz lint lock wheel dist docs tables bench bench-gate clean
+.PHONY: help venv environments quickstart test test-hosts test-extras test-nightly test-gpu test-multi-gpu soak fuzz lint lock audit wheel dist docs tables bench bench-gate clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -43,9 +46,16 @@ venv: $(READY) ## make .venv and install everything into it
 # scripts in tools/ find each other.
 .venv/.installed: setup.py pyproject.toml $(LOCK)
 	python3 -m venv .venv
+ifneq ($(LOCK),)
+	.venv/bin/python -m pip install --no-deps --require-hashes -r $(LOCK)
+	.venv/bin/python -m pip install $(TORCH)
+	.venv/bin/python -m pip install --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
+	.venv/bin/python -m pip check
+else
 	.venv/bin/python -m pip install --upgrade 'pip>=24' 'setuptools>=77'
 	.venv/bin/python -m pip install $(TORCH)
-	.venv/bin/python -m pip install $(addprefix -c ,$(LOCK)) --config-settings editable_mode=compat -e '.[$(subst $( ) $( ),$(comma),$(EXTRAS))]'
+	.venv/bin/python -m pip install --config-settings editable_mode=compat -e '.[$(subst $( ) $( ),$(comma),$(EXTRAS))]'
+endif
 	@touch $@
 
 # A layer of its own over .venv: the torchvision of PyPI is built for CUDA, and beside a CPU build of torch it does not load, nor do then
@@ -117,23 +127,40 @@ wheel: $(READY) ## build dist/msamp-*.whl, and see that it starts by itself, wit
 	$(START_WHEEL)
 	rm -rf build
 
-dist: $(READY) ## build dist/msamp-*.tar.gz, and from it dist/msamp-*.whl; see that the wheel starts by itself
+dist: $(READY) ## build dist/msamp-*.tar.gz, from it dist/msamp-*.whl, which must start by itself, and the bill of materials (CycloneDX)
 	rm -rf build dist
 	$(PYTHON) -m build --no-isolation --outdir dist .
 	$(START_WHEEL)
+	python3 -m venv build/sbom
+	build/sbom/bin/python -m pip install --quiet cyclonedx-bom==7.5.0
+	(cat requirements-dev.txt; echo $(firstword $(TORCH))) | build/sbom/bin/cyclonedx-py requirements --output-reproducible \
+	  --spec-version 1.6 --output-file "$$(ls dist/*.tar.gz | sed 's/.tar.gz$$/.cdx.json/')" -
 	rm -rf build
 	@ls -l dist
 
-# uv, since it resolves for every supported Python at once; in an environment of its own, since nothing else needs it. Torch and what comes
-# with its builds (CUDA, Triton, the setuptools that it accepts) are left to $(TORCH).
+# uv, since it resolves for every supported Python at once; in an environment of its own, since nothing else needs it. Torch and the CUDA
+# packages of its build are left to $(TORCH). Markers that all lines share (`[tool.uv]` in pyproject.toml) are cut.
+UV = build/uv/bin/uv pip compile --universal --python-version 3.11 --no-annotate --generate-hashes --quiet
+COMMON = (python_full_version < '3.14' and )?implementation_name.*sys_platform == 'linux'
 lock: ## renew requirements-dev.txt: the newest versions that setup.py allows (ARGS='--upgrade-package ruff' for one)
 	python3 -m venv build/uv
 	build/uv/bin/python -m pip install --quiet uv==0.13.9
-	build/uv/bin/uv pip compile setup.py $(addprefix --extra ,$(EXTRAS)) --universal --python-version 3.11 --no-annotate \
-	  --no-emit-package torch --no-emit-package triton --no-emit-package setuptools --custom-compile-command 'make lock' --quiet \
-	  $(or $(ARGS),--upgrade) --output-file requirements-dev.txt
-	sed -i -E "/^(cuda|nvidia)-/d; s/ ; sys_platform == 'linux'\$$//" requirements-dev.txt
+	printf 'pip\nsetuptools\n' > build/tools.in
+	cp requirements-dev.txt build/lock
+	$(UV) setup.py build/tools.in $(addprefix --extra ,$(EXTRAS)) --no-emit-package torch --no-emit-package triton \
+	  --custom-compile-command 'make lock' $(or $(ARGS),--upgrade) --output-file build/lock > /dev/null
+	echo '$(TRITON)' | $(UV) - --no-header >> build/lock
+	awk '/^[a-z#]/ {skip = /^(cuda|nvidia)-/} !skip' build/lock \
+	  | sed -E "s/$(COMMON)//; s/ (and|;) +\\\\$$/ \\\\/" > requirements-dev.txt
 	rm -rf build
+
+audit: ## compare the lock file with the databases of known vulnerabilities, if one can be reached
+	python3 -m venv build/audit
+	build/audit/bin/python -m pip install --quiet pip-audit==2.10.1
+	build/audit/bin/pip-audit --require-hashes --disable-pip -r requirements-dev.txt $(ARGS) 2>&1 | tee build/audit/report
+	@! grep -q "could not be audited" build/audit/report || echo "NOT AUDITED: no database of vulnerabilities could be reached"
+	@! grep -Eq "^Found [0-9]+ known" build/audit/report
+	@rm -rf build
 
 docs: $(READY) ## build the documentation, docs/_build/html/index.html; a warning or a dead internal link is an error
 	$(PYTHON) -m sphinx -W --keep-going -n -q -b html -d docs/_build/doctrees docs docs/_build/html $(ARGS)

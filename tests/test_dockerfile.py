@@ -73,7 +73,7 @@ def test_what_is_copied_exists_and_is_sent(stage: str):
     for source in sources:
         assert (ROOT / source).exists()
         assert any(fnmatch.fnmatch(source, kept) for kept in sent), source
-    assert {source for source in sent if not any(source == one for one in sources)} == set()
+    assert set(sent) <= {source for image in STAGES for found, _ in copied(image) for source in found}
 
 
 @each_image
@@ -82,6 +82,14 @@ def test_an_image_starts_something_that_is_there(stage: str):
     assert start[0] == "python3"
     named = ROOT / start[1] if start[1] != "-m" else ROOT / (start[2].replace(".", "/") + ".py")
     assert named.is_file()
+
+
+def test_the_cpu_image_is_installed_by_hash_from_one_source_per_name_and_runs_without_root():
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    installs = [rest for word, rest in STAGES["cpu"] if word == "RUN" and "pip install" in rest]
+    assert "--require-hashes" in installs[0]
+    assert "--extra-index-url" not in text
+    assert [rest for word, rest in STAGES["cpu"] if word == "USER"] == ["10001:10001"]
 
 
 @pytest.mark.promise("Clusters", "The commands of the CPU image work in a new environment.")

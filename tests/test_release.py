@@ -22,8 +22,25 @@ SETUP = (ROOT / "setup.py").read_text(encoding="utf-8")
 SUPPORTED = sorted(
     (tuple(map(int, version.split("."))) for version in re.findall(r'"Programming Language :: Python :: (3\.\d+)"', SETUP)),
 )
-LOCKED = dict(re.findall(r"^([a-z0-9-]+)==([^\s;]+)(?: ; .*)?$", (ROOT / "requirements-dev.txt").read_text(encoding="utf-8"), re.MULTILINE))
-LEFT_TO_TORCH = {"torch", "triton", "setuptools"}
+LOCK = (ROOT / "requirements-dev.txt").read_text(encoding="utf-8")
+LOCKED = dict(re.findall(r"^([a-z0-9-]+)==([^\s;]+)", LOCK, re.MULTILINE))
+LEFT_TO_TORCH = {"torch"}  # its build depends on the machine
+
+
+def test_everything_in_the_lock_has_hashes_and_is_installed_by_them():
+    for requirement in re.split(r"\n(?=\S)", LOCK.strip()):
+        if not requirement.startswith("#"):
+            assert re.search(r" \\\n    --hash=sha256:[0-9a-f]{64}", requirement), requirement
+    assert {"pip", "setuptools", "triton"} <= LOCKED.keys()
+    (installed,) = re.findall(r"^\.venv/\.installed:.*\n((?:\t.*\n|ifneq.*\n)+)else", MAKEFILE, re.MULTILINE)
+    assert "--no-deps --require-hashes -r $(LOCK)" in installed
+    assert "--extra-index-url" not in MAKEFILE
+
+
+@pytest.mark.nightly(60)
+def test_the_lock_has_no_known_vulnerability_or_no_database_can_be_reached():
+    said = call(["make", "audit"], ROOT)
+    assert "No known vulnerabilities found" in said or "NOT AUDITED" in said
 
 
 def test_the_lock_has_a_version_of_every_requirement_but_torchs_own():
