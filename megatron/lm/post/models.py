@@ -12,6 +12,7 @@ from torch import nn
 from megatron.lm.hugging_face import models as hugging_face
 from megatron.lm.hugging_face.models import check_vocabulary
 from msamp.nn.convert import convert
+from msamp.nn.decoder_layer import fuse
 from msamp.numerics.recipe import Recipe
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -135,6 +136,7 @@ def freeze(model: nn.Module, recipe: Recipe) -> nn.Module:
     model.requires_grad_(False).eval()
     if recipe.gemm is not None:
         convert(model, replace(recipe, weight=recipe.gemm.weight.format))
+        fuse(model)
     return model
 
 
