@@ -124,7 +124,9 @@ def test_a_flipped_bit_of_one_rank_stops_all_and_nothing_is_saved_after_it(prefi
 
 
 @pytest.mark.parametrize("save", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU])
-def test_signals_are_heard_and_handlers_restored(save: signal.Signals):
+def test_signals_are_heard_and_handlers_restored(save: signal.Signals, request: pytest.FixtureRequest):
+    inherited = signal.signal(save, signal.SIG_DFL)  # nohup has tests ignore SIGHUP
+    request.addfinalizer(lambda: signal.signal(save, inherited))
     before = [signal.getsignal(number) for number in (signal.SIGTERM, save)]
     requests = Requests(None)
     with requests.listening():
