@@ -91,7 +91,7 @@ class Trainer(transformers.Trainer):
             self._step = capture_step(model, cast("torch.optim.Optimizer", self.optimizer), self._micro_batches)
         model.train()
         batches, self._waiting = self._waiting, []
-        items = None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+        items = None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=self.args.device)
         loss, self._norm = self._step(batches, items)
         return cast("torch.Tensor", loss)
 
