@@ -46,7 +46,7 @@ class BF16Wire:
         self.average = fmt
 
     def pack(self, bucket: Bucket, gradients: Sequence[Tensor], factor: Tensor) -> Tensor:
-        return bucket.flatten(gradients, BF16, factor)
+        return bucket.packed.pack(gradients, BF16, factor)
 
     def reduce(self, bucket: Bucket, flat: Tensor, factor: Tensor, peers: Peers, shard: bool) -> Reduced:
         mean = sum_in_rank_order(peers.all_to_all(flat, bucket.sizes, f"the gradients of {bucket}")) / peers.ranks

@@ -16,7 +16,7 @@ import msamp
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = {
     "Activation", "Experts", "FP8AdamW", "FP8Linear", "GradSync", "LayerNorm", "LowPrecisionOptimizer", "PrecisionGuard", "RMSNorm",
-    "ScalingState", "ScalingTensor", "TransformerBlock", "ZeRO", "amp", "clip_grad_norm_", "collage_adamw", "convert",
+    "ScalingState", "ScalingTensor", "TransformerBlock", "ZeRO", "amp", "capture", "clip_grad_norm_", "collage_adamw", "convert",
     "exact_state_dict", "exchanges", "filters", "float_copy", "formats", "fp32_values", "fp8_state_dict", "grad_sync", "granularity",
     "initialize", "lost_updates", "plain_state_dict", "recipes", "save_plain", "scaling", "survey", "update_quality", "updates",
 }  # fmt: skip
