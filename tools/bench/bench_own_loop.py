@@ -6,11 +6,12 @@
 A case is SYSTEM:FORM:WAY. Systems: `msamp` (`msamp.initialize` at --level), `trainer` (megatron.lm.pretrain's step of the same shape at
 --level), `torch` (fused AdamW) and `torchao` (its FP8 linear layers without the head). Forms: `bf16`, weights in BF16 without a master
 (ours keep the level's); `fp32`, weights in FP32, computed under autocast. Ways: `eager`; `compiled`, each decoder layer by torch.compile;
-`captured`, one CUDA graph by `msamp.capture` (the trainer's own graph). Weights and tokens are random, nothing is downloaded; transformers
-and torchao must be installed. The update is part of the step.
+`captured`, one CUDA graph by `msamp.capture` (the trainer's own graph), which holds the compiled layers of torch and torchao. Weights and
+tokens are random, nothing is downloaded; transformers and torchao must be installed. The update is part of the step.
 """
 
 import argparse
+import contextlib
 import gc
 import statistics
 import sys
@@ -23,6 +24,7 @@ from torch import nn
 import msamp
 from megatron.lm.processes import process_groups
 from megatron.lm.shell.arguments import Parser, count
+from msamp.integrations.replay_checks import masks_as_in_eager_steps
 from tools.bench import rows, training_steps
 
 LLAMA = {"model_type": "llama", "vocab_size": 32000, "tie_word_embeddings": False}
@@ -80,10 +82,15 @@ def loop_step(shape: Shape, system: str, form: str, way: str, level: str) -> Cal
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         convert_to_float8_training(model, config=Float8LinearConfig(), module_filter_fn=lambda _, name: "lm_head" not in name)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    peer_captured = way == "captured" and system != "msamp"
+    rate: Any = torch.tensor(1e-4, device=device) if peer_captured else 1e-4
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=peer_captured)
     if system == "msamp":
         model, optimizer = msamp.initialize(model, optimizer, level)
-    for layer in model.model.layers if way == "compiled" else ():
+    elif peer_captured:
+        model.held = contextlib.ExitStack()  # for good: a layer must not be compiled again in the capture
+        model.held.enter_context(masks_as_in_eager_steps(model))
+    for layer in model.model.layers if way == "compiled" or peer_captured else ():
         layer.compile()
     _, sequences, tokens = shape
     ids = torch.randint(0, model.config.vocab_size, (sequences, tokens), generator=torch.Generator().manual_seed(1)).to(device)
