@@ -7,7 +7,7 @@
     python tools/bench/bench_step.py --levels O3 --flags '--record-precision r.jsonl --record-interval 1'    recorded steps
     python tools/bench/bench_step.py --levels O3 'O3 --fp8-guard --fp8-guard-interval 1'    steps that the guard measures
     python tools/bench/bench_step.py --levels O3 --as-stage --flags '--num-layers 12 --global-batch-size 32'
-    python tools/bench/bench_step.py --peer 'python bench_megatron.py --cases bf16 te-delayed'
+    python tools/bench/bench_step.py --levels O0 O3 --peer 'python tools/bench/baselines/bench_torchao.py'
 
 A baseline (--peer) is any command that prints one JSON object per case with the keys case, ms, tokens_s_gpu, peak_gib (and others of
 COLUMNS). Measurements are appended to --csv: `case` is the level with its flags, `preset` the preset with the flags of all cases.

@@ -173,13 +173,13 @@ def peer_rows(commands: Sequence[str], processes: int) -> Iterator[Row]:
     for command in commands:
         script = next((word for word in shlex.split(command) if word.endswith(".py")), command)
         name = Path(script).stem.removeprefix("bench_")
-        output = subprocess.run(shlex.split(command), stdout=subprocess.PIPE, text=True, check=False).stdout
-        for line in output.splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                row = json.loads(line)
-                if isinstance(row, dict) and "case" in row:
-                    fullest = {f"{key}_max": row[key] for key in ("peak_gib", "rest_gib") if key in row}
-                    yield fullest | row | {"case": f"{name} {row['case']}" + f" ({row.get('error')})" * ("error" in row)}
+        with subprocess.Popen(shlex.split(command), stdout=subprocess.PIPE, text=True) as process:
+            for line in process.stdout or ():  # as it is printed: what is killed keeps its finished cases
+                with contextlib.suppress(json.JSONDecodeError):
+                    row = json.loads(line)
+                    if isinstance(row, dict) and "case" in row:
+                        fullest = {f"{key}_max": row[key] for key in ("peak_gib", "rest_gib") if key in row}
+                        yield fullest | row | {"case": f"{name} {row['case']}" + f" ({row.get('error')})" * ("error" in row)}
 
 
 def run(
