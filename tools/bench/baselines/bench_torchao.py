@@ -74,7 +74,7 @@ def norm(shape: dict[str, Any]) -> nn.Module:
 class Head(nn.Module):
     """The last norm, the LM head and the mean cross-entropy in FP32."""
 
-    def __init__(self, shape: dict[str, Any], weight: nn.Parameter) -> None:
+    def __init__(self, shape: dict[str, Any], weight: Tensor) -> None:
         super().__init__()
         self.norm, self.weight = norm(shape), weight
 
