@@ -33,7 +33,7 @@ RUN python3 -m pip install --no-cache-dir --no-deps --no-build-isolation --confi
  && mkdir -p runs data && chmod 1777 runs data
 ENV HOME=/tmp
 USER 10001:10001
-CMD ["python3", "-m", "megatron.lm.command.quickstart"]
+CMD ["msamp", "quickstart"]
 
 FROM nvidia/cuda:${CUDA}-runtime-ubuntu24.04 AS gpu
 ARG GPU_TORCH=torch==2.11.0
@@ -53,7 +53,7 @@ COPY megatron megatron
 COPY tools tools
 COPY examples examples
 RUN python3 -m pip install --no-cache-dir --config-settings editable_mode=compat -e '.[gpu]'
-CMD ["python3", "-m", "megatron.lm.pretrain", "--help"]
+CMD ["msamp", "pretrain", "--help"]
 
 FROM nvidia/cuda:${CUDA}-cudnn-devel-ubuntu24.04 AS peers
 ARG GPU_TORCH=torch==2.11.0
@@ -76,4 +76,4 @@ COPY examples examples
 RUN python3 -m pip install --no-cache-dir setuptools==80.9.0 wheel==0.45.1 ninja==1.13.0 packaging==25.0 pybind11==3.0.1 psutil==7.1.0 \
  && NVTE_FRAMEWORK=pytorch TORCH_CUDA_ARCH_LIST="$GPU_ARCHITECTURES" MAX_JOBS=4 \
     python3 -m pip install --no-cache-dir --no-build-isolation --config-settings editable_mode=compat -e '.[gpu,peers]'
-CMD ["python3", "-m", "megatron.lm.pretrain", "--help"]
+CMD ["msamp", "pretrain", "--help"]

@@ -83,7 +83,7 @@ class TrainerFlags(Directive):
 
 
 def help_text() -> str:
-    """What `python -m megatron.lm.pretrain --help` prints on a screen that is wide enough for any line."""
+    """What `msamp pretrain --help` prints on a screen that is wide enough for any line."""
     text = io.StringIO()
     wide = mock.patch.dict(os.environ, {"COLUMNS": "10000"})
     with wide, contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):

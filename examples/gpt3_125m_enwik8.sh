@@ -2,7 +2,7 @@
 # GPT-125M (12 layers, hidden 768, 12 heads, sequence 2048) on cleaned English Wikipedia text (enwik8, 15.5M GPT-2 tokens):
 # 1,500 steps of 16k tokens on 1, 2, 4 or 8 GPUs. It trains one level; run it once per level to compare them.
 #
-#   OPT_LEVEL=O2 SEED=1234 bash examples/gpt3_125m_enwik8.sh [more flags of megatron.lm.pretrain]
+#   OPT_LEVEL=O2 SEED=1234 bash examples/gpt3_125m_enwik8.sh [more flags of msamp pretrain]
 # TOY=1 trains a small model on the same text for 20 steps, also on a CPU; the full size requires a GPU or ON_CPU=1.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -20,7 +20,7 @@ from msamp.numerics import recipe
 
 
 def precision_flags(text: str) -> list[str]:
-    """Return the flags of megatron.lm.pretrain for a tools' precision; O0 is bf16.
+    """Return the flags of msamp pretrain for a tools' precision; O0 is bf16.
 
     Raises:
         ValueError: an unknown recipe, unknown casts, or casts for a recipe without FP8 GEMMs.
@@ -45,7 +45,7 @@ def legal_precision(text: str) -> str:
 
 
 def case_flags(text: str) -> list[str]:
-    """Return the flags of megatron.lm.pretrain for a precision followed by further flags.
+    """Return the flags of msamp pretrain for a precision followed by further flags.
 
     Raises:
         ValueError: as for `precision_flags`, or without a precision.
@@ -74,7 +74,7 @@ def known() -> list[str]:
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    """Print the flags of megatron.lm.pretrain for each precision."""
+    """Print the flags of msamp pretrain for each precision."""
     parser = Parser(description=__doc__)
     parser.add_argument("precision", nargs="*", type=legal_case, help="precisions to list (default: all)")
     for text in parser.parse_args(argv).precision or known():

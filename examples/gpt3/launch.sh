@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# Sourced by the scripts of this folder, of ../llama and of ../moe, each of which sets the numbers of one model size; starts megatron.lm.pretrain
+# Sourced by the scripts of this folder, of ../llama and of ../moe, each of which sets the numbers of one model size; starts msamp pretrain
 # with them. A script may also set SEQUENCE (default 2048), FFN, KV_HEADS, MODEL (other flags of the model) and VOCABULARY (size of the
 # published tokenizer, for DRY_RUN=1).
 #
 #   OPT_LEVEL       O0, O1, O2, O3 (default O3)
-#   DATA            a folder made by megatron.lm.tools.prepare_text, or the prefix of a dataset made by megatron.lm.tools.preprocess_data
+#   DATA            a folder made by msamp prepare-text, or the prefix of a dataset made by msamp preprocess
 #   TOKENIZER       folder with encoder.json and vocab.bpe, or tokenizer.json (default: the folder of the data)
 #   GPUS_PER_NODE   processes per machine (default 8)
 #   NNODES          machines (default: the script's); without Slurm, start it on each with NODE_RANK, MASTER_ADDR and MASTER_PORT
@@ -14,7 +14,7 @@
 #   ON_CPU=1        train at full size without a GPU, which takes days
 #   PYTHON          interpreter (default: .venv of the checkout, else python3)
 # Under srun: one task per GPU or one task per machine; MASTER_ADDR is then the first host of the job. Flags of
-# megatron.lm.pretrain may follow and override those below: bash pretrain_gpt_13b.sh --save checkpoints --save-interval 500
+# msamp pretrain may follow and override those below: bash pretrain_gpt_13b.sh --save checkpoints --save-interval 500
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 # shellcheck source=examples/preamble.sh
@@ -75,8 +75,8 @@ toy() {
 data() {
   local tokenizer
   if [ -z "${DATA:-}" ]; then
-    refuse "DATA is not set: give DATA=FOLDER made by 'python -m megatron.lm.tools.prepare_text enwik8 --out FOLDER', or DATA=PREFIX made by" \
-      "'python -m megatron.lm.tools.preprocess_data'; TOY=1 and DRY_RUN=1 require no data"
+    refuse "DATA is not set: give DATA=FOLDER made by 'msamp prepare-text enwik8 --out FOLDER', or DATA=PREFIX made by" \
+      "'msamp preprocess'; TOY=1 and DRY_RUN=1 require no data"
   elif [ -f "$DATA/train_text_document.bin" ]; then
     FLAGS+=(--train-data-path "$DATA/train_text_document" --valid-data-path "$DATA/valid_text_document")
     tokenizer=${TOKENIZER:-$DATA}
@@ -84,8 +84,8 @@ data() {
     FLAGS+=(--data-path "$DATA")
     tokenizer=${TOKENIZER:-$(dirname "$DATA")}
   else
-    refuse "DATA=$DATA: neither $DATA/train_text_document.bin nor $DATA.bin exists; give a folder made by megatron.lm.tools.prepare_text, or" \
-      "a prefix made by megatron.lm.tools.preprocess_data"
+    refuse "DATA=$DATA: neither $DATA/train_text_document.bin nor $DATA.bin exists; give a folder made by msamp prepare-text, or" \
+      "a prefix made by msamp preprocess"
   fi
   if [ -f "$tokenizer/encoder.json" ]; then
     FLAGS+=(--tokenizer-type GPT2BPETokenizer --vocab-file "$tokenizer/encoder.json" --merge-file "$tokenizer/vocab.bpe")

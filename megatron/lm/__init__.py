@@ -1,4 +1,4 @@
-"""GPT pre-training on megatron-core with the low-precision recipes of msamp: `python -m megatron.lm.pretrain --help`.
+"""GPT pre-training on megatron-core with the low-precision recipes of msamp: `msamp pretrain --help`.
 
 Open step.py first: one training step on one screen. The root has four more files: pretrain (the entry point), build (creates the training
 state), errors, and this one. The rest is in folders. A folder imports only from lines below it; `make lint` checks this (`pyproject.toml`).

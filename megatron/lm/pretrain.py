@@ -1,4 +1,4 @@
-"""Entry point: `python -m megatron.lm.pretrain ...`, by itself or under torchrun."""
+"""Entry point: `msamp pretrain ...`, by itself or under torchrun."""
 
 import sys
 

@@ -116,8 +116,8 @@ def runs(command: Command, module: str, flags: list[str], world_size: int, monke
     if module == "megatron.lm.pretrain":
         trainer_accepts(flags, world_size)
     elif module == "megatron.lm.shell.torchrun":
-        at = flags.index("-m")
-        runs(command, flags[at + 1], flags[at + 2 :], processes(command, flags[:at]), monkeypatch)
+        at = flags.index("msamp")
+        runs(command, dispatch.COMMANDS[flags[at + 1]].module, flags[at + 2 :], processes(command, flags[:at]), monkeypatch)
     elif module == "megatron.lm.tools.plan":
         assert plan.configuration(*plan.parser().parse_known_args(flags))
     elif module not in ("venv", "pip", "zipfile"):

@@ -108,8 +108,8 @@ def test_a_prepared_folder_brings_validation_data_and_its_tokenizer(tmp_path, py
 @pytest.mark.parametrize(
     ("environment", "wanted"),
     [
-        ({}, ["DATA is not set", "megatron.lm.tools.prepare_text", "megatron.lm.tools.preprocess_data", "DRY_RUN=1"]),
-        ({"DATA": "/nowhere"}, ["DATA=/nowhere", "/nowhere.bin", "/nowhere/train_text_document.bin", "megatron.lm.tools.preprocess_data"]),
+        ({}, ["DATA is not set", "msamp prepare-text", "msamp preprocess", "DRY_RUN=1"]),
+        ({"DATA": "/nowhere"}, ["DATA=/nowhere", "/nowhere.bin", "/nowhere/train_text_document.bin", "msamp preprocess"]),
         ({"DATA": "corpus"}, ["NNODES=4, but MASTER_ADDR or NODE_RANK is not set", "srun", "MASTER_ADDR=HOST", "NODE_RANK=0 to 3"]),
     ],
 )

@@ -33,13 +33,14 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     return container
 
 
-def commands(container: dict[str, Any]) -> tuple[Any, str, list[str]]:
-    """What torchrun's own parser makes of a container's arguments: its flags, the module, and the module's flags."""
-    assert container["command"] == ["python3", "-m", "megatron.lm.shell.torchrun"]
+def commands(container: dict[str, Any]) -> tuple[Any, list[str]]:
+    """What torchrun's own parser makes of a container's arguments: its flags, and those of the trainer."""
+    assert container["command"] == ["msamp", "torchrun"]
     assert all(isinstance(word, str) for word in container["args"])
     found = torch.distributed.run.get_args_parser().parse_args(container["args"])
-    assert found.module
-    return found, found.training_script, found.training_script_args
+    command, *flags = found.training_script_args
+    assert (found.training_script, command) == ("msamp", "pretrain")
+    return found, flags
 
 
 def test_pods_find_each_other_by_the_name_of_the_first(documents, job, train):
@@ -48,7 +49,7 @@ def test_pods_find_each_other_by_the_name_of_the_first(documents, job, train):
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == {"job-name": name}
     assert pod["subdomain"] == service["metadata"]["name"]
-    launch, _, _ = commands(train)
+    launch, _ = commands(train)
     host, port = launch.rdzv_endpoint.split(":")
     assert host == f"{name}-0.{service['metadata']['name']}"
     assert 1024 < int(port) < 65536
@@ -57,7 +58,7 @@ def test_pods_find_each_other_by_the_name_of_the_first(documents, job, train):
 
 
 def test_as_many_pods_as_nodes_and_as_many_processes_as_gpus(job, train):
-    launch, _, _ = commands(train)
+    launch, _ = commands(train)
     assert job["completionMode"] == "Indexed"
     assert job["completions"] == job["parallelism"] == int(launch.nnodes)
     assert train["resources"]["limits"]["nvidia.com/gpu"] == int(launch.nproc_per_node)
@@ -65,8 +66,7 @@ def test_as_many_pods_as_nodes_and_as_many_processes_as_gpus(job, train):
 
 @pytest.mark.promise("Clusters", "The Kubernetes Job's flags are valid for the trainer and torchrun.")
 def test_the_trainer_takes_its_flags_and_the_grid_fits(train):
-    launch, module, flags = commands(train)
-    assert module == "megatron.lm.pretrain"
+    launch, flags = commands(train)
     config: Config = parse_args(flags)
     assert config.checkpoint.resumes_itself  # the same command starts the run and starts it again
     assert config.training.exit_code_unfinished not in (0, 1, 2)

@@ -5,7 +5,7 @@
     NCCL_P2P_DISABLE=1 torchrun ...                                             without the link between GPUs, like a slow network
     ... --peer 'torchrun --standalone --nproc-per-node 2 bench_megatron.py --cases bf16 --overlap'
 
-A case is a level and further flags of megatron.lm.pretrain. There is no host synchronization between steps, so that weights are gathered
+A case is a level and further flags of msamp pretrain. There is no host synchronization between steps, so that weights are gathered
 while the next forward runs. Baselines (--peer), as in bench_step.py, run after our processes have left the GPUs. Measurements are appended
 to --csv.
 

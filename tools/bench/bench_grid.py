@@ -6,7 +6,7 @@ parallelism.
         --cases "O0 --pipeline-model-parallel-size 2 --use-distributed-optimizer" "O3 --pipeline-model-parallel-size 2"
     ... --peer 'torchrun --standalone --nproc-per-node 2 bench_megatron.py --cases bf16 --tp 2 --mbs 8'
 
-A case is a level and further flags of megatron.lm.pretrain. Its flags determine the grid: without any it
+A case is a level and further flags of msamp pretrain. Its flags determine the grid: without any it
 is TP 1, PP 1 without sequence parallelism, whatever the preset, and the remaining processes are DP. A step has --micro-batches per process,
 all with the same random tokens. There is no host synchronization between steps. Measurements are appended to --csv immediately. Baselines
 (--peer): as in bench_data_parallel.py.

@@ -242,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocab-size", type=count(1), default=50304)
     parser.add_argument("--by-torch", action="store_true", help="also torch's AdamW, for levels of BF16 weights with FP32 states")
     parser.add_argument("--repeats", type=count(2), default=30)
-    parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, such as --optimizer-state coat")
+    parser.add_argument("--flags", default="", help="more flags of msamp pretrain, such as --optimizer-state coat")
     rows.add_flags(parser, "optimizer.csv")
     parser.set_defaults(micro_batch_size=1)
     options = parser.parse_args(arguments)

@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--channels", type=count(1), default=1, help="outliers per layer")
     parser.add_argument("--factor", type=float, default=2.0**16, help="by which they grow")
     parser.add_argument("--rate", type=float, default=4.0, help="multiple of the preset's learning rate")
-    parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain")
+    parser.add_argument("--flags", default="", help="more flags of msamp pretrain")
     rows.add_flags(parser, "outliers.csv")
     options = parser.parse_args(argv)
     if not 1 <= options.factor < 2.0**40:

@@ -3,7 +3,7 @@
     python tools/bench/bench_own_loop.py --shapes 1b 350m --cases msamp:bf16:eager torchao:bf16:compiled trainer:bf16:captured
     python tools/bench/bench_own_loop.py --shapes smollm2-135m --cases msamp:fp32:captured --level O2
 
-A case is SYSTEM:FORM:WAY. Systems: `msamp` (`msamp.initialize` at --level), `trainer` (megatron.lm.pretrain's step of the same shape at
+A case is SYSTEM:FORM:WAY. Systems: `msamp` (`msamp.initialize` at --level), `trainer` (the trainer's step of the same shape at
 --level), `torch` (fused AdamW) and `torchao` (its FP8 linear layers without the head). Forms: `bf16`, weights in BF16 without a master
 (ours keep the level's); `fp32`, weights in FP32, computed under autocast. Ways: `eager`; `compiled`, each decoder layer by torch.compile;
 `captured`, one CUDA graph by `msamp.capture` (the trainer's own graph), which holds the compiled layers of torch and torchao. Weights and

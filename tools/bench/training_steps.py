@@ -53,7 +53,7 @@ def parser(description: str | None, csv: str) -> argparse.ArgumentParser:
     flags.add_argument("--micro-batch-size", type=count(1), default=4)
     flags.add_argument("--vocab-size", type=count(1), default=VOCABULARY)
     flags.add_argument("--steps", type=count(2), default=10, help="measured steps")
-    flags.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, for every case")
+    flags.add_argument("--flags", default="", help="more flags of msamp pretrain, for every case")
     flags.add_argument("--peer", action="append", default=[], metavar="COMMAND", help="also measure a baseline; can be repeated")
     rows.add_flags(flags, csv)
     return flags

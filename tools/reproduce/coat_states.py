@@ -1,6 +1,6 @@
 """Measure how much of FP8's range Adam's moments use, and the error of the update when they are stored in FP8 (COAT, part 1).
 
-    python -m megatron.lm.pretrain --opt-level O0 --save checkpoints ...      # FP32 moments, at O0 and O1
+    msamp pretrain --opt-level O0 --save checkpoints ...      # FP32 moments, at O0 and O1
     python tools/reproduce/coat_states.py --load checkpoints --csv tools/reproduce/results/coat_states.csv
 
 Over all groups of 128 of the moments m and v, for linear weights, embeddings (and LM head), vectors (norms, biases), and all of them:

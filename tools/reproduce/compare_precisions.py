@@ -3,8 +3,8 @@
     python tools/reproduce/compare_precisions.py --data data/enwik8 --out runs/precisions
     ... --precisions bf16 collage-plus O2+blockwise 'O2 --master-format bf16' --seeds bf16=3 --at-once 3 --flags "--adam-beta2 0.999"
 
-The default is GPT-125M for 2,000 steps of 8k tokens, one epoch of cleaned enwik8 (`megatron.lm.tools.prepare_text`); --flags come last and
-override it. Each run is a `megatron.lm.pretrain` with its metrics in --out; a complete run is not repeated, so a list can grow. Losses of a
+The default is GPT-125M for 2,000 steps of 8k tokens, one epoch of cleaned enwik8 (`msamp prepare-text`); --flags come last and
+override it. Each run is a msamp pretrain with its metrics in --out; a complete run is not repeated, so a list can grow. Losses of a
 precision with several seeds are reported as mean, minimum and maximum, and against BF16's of the same seeds as mean and half width of the
 95 % interval (`megatron.lm.evaluation.paired_difference`); a verdict is printed for each. Each run uses one of the visible GPUs. With
 --at-once runs share a GPU; speed and memory then come from a short run of each precision with a GPU to itself, which runs first. Then comes
@@ -204,7 +204,7 @@ def row_of(precision: str, runs: Mapping[int, Run], speed: Run, base: Mapping[in
 def main(argv: Sequence[str] | None = None) -> int:
     """Train what is missing, then write the table of the complete runs; return 1 if some are incomplete."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--data", default="data/enwik8", help="folder that megatron.lm.tools.prepare_text wrote")
+    parser.add_argument("--data", default="data/enwik8", help="folder that msamp prepare-text wrote")
     parser.add_argument("--out", type=path, default=Path("runs/precisions"))
     parser.add_argument("--precisions", nargs="+", default=list(recipe.names()), type=legal_case, metavar="'PRECISION FLAGS'")
     parser.add_argument(
@@ -219,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-speed", action="store_true", help="no short runs with --at-once: leave the speed empty")
     parser.add_argument("--at-once", type=count(1), default=1, help="trainings that share a GPU (default: %(default)s)")
     parser.add_argument("--processes", type=count(1), default=1, help="data-parallel processes of each run (default: %(default)s)")
-    parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, for every run")
+    parser.add_argument("--flags", default="", help="more flags of msamp pretrain, for every run")
     parser.add_argument("--commit", help="commit hash to record if this tree is not a git checkout")
     options = parser.parse_args(argv)
     seeds = seeds_of(options.seeds)

@@ -86,7 +86,7 @@ class Needs:
     gib: int = 0
     minutes: float = 0.1
     files: Sequence[str] = ()
-    maker: str = "megatron.lm.tools.prepare_text makes data"
+    maker: str = "msamp prepare-text makes data"
     text: bool = False
     computed: bool = False
 

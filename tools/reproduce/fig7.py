@@ -4,7 +4,7 @@
         --vocab-file data/enwik8/encoder.json --merge-file data/enwik8/vocab.bpe
     ... --preset 1.3b --blocks 0 8 16 23           some blocks of a larger model: the gradients of all ranks are in memory at once
 
-Flags that --help does not list are passed to the trainer (`python -m megatron.lm.pretrain --help`), after DEFAULTS. One process trains the
+Flags that --help does not list are passed to the trainer (`msamp pretrain --help`), after DEFAULTS. One process trains the
 model, then simulates N ranks: each rank has the gradients of the linear weights on its own micro-batch, as the GEMM returns them.
 Scales, payloads and sums come from `msamp.comm`. `fp32-sum` is our default gradient reduction. All other strategies sum in FP8 hop by hop,
 as NCCL does, in rank order unless --orders names other orders (`sum_orders.py`); NCCL may use any of them. Orders other than the chain are

@@ -40,7 +40,7 @@ def byte_flags(text: Path, folder: Path) -> list[str]:
 
 
 def checkpoint(level: str, steps: int, shape: str, data: Path, folder: Path) -> Path:
-    """Train briefly at a level and return the folder of the checkpoint; `data` is a folder that `megatron.lm.tools.prepare_text` wrote."""
+    """Train briefly at a level and return the folder of the checkpoint; `data` is a folder that `msamp prepare-text` wrote."""
     saved = folder / f"{level}_{steps}"
     flags = f"{shape} --save {saved} --save-interval {steps}"
     trained(level, 1234, steps, flags, data, folder / "runs")

@@ -22,7 +22,7 @@ from msamp.optim.collage import collage_adamw, update_quality
 from msamp.optim.optimizer import LowPrecisionOptimizer
 from tools.reproduce.compare_precisions import Job, cards, complete, train
 
-ENWIK8 = "data/enwik8"  # relative to the root: written by `megatron.lm.tools.prepare_text enwik8`
+ENWIK8 = "data/enwik8"  # relative to the root: written by `msamp prepare-text enwik8`
 # GPT-2's files require a merge: this one joins two bytes that never occur in UTF-8.
 MERGE = ("\u00fe", "\u00ff")
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2's vocabulary represents by themselves
@@ -36,7 +36,7 @@ def byte_symbols() -> dict[str, int]:
 
 
 def byte_data(text: Path, folder: Path) -> Path:
-    """Return a folder as written by `megatron.lm.tools.prepare_text`, with a text's bytes as tokens; the last twentieth is for
+    """Return a folder as written by `msamp prepare-text`, with a text's bytes as tokens; the last twentieth is for
     validation."""
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def trained(case: str, seed: int, steps: int, flags: str, data: Path, folder: Pa
     Args:
         case: a precision, followed by flags.
         flags: more flags, which take precedence.
-        data: folder that `megatron.lm.tools.prepare_text` wrote.
+        data: folder that `msamp prepare-text` wrote.
         folder: for the metrics.
 
     Raises:

@@ -57,7 +57,7 @@ def has_fp8(level: str) -> bool:
 
 
 def training_flags(level: str, options: Options) -> list[str]:
-    """Return the flags of `python -m megatron.lm.pretrain` for one level.
+    """Return the flags of `msamp pretrain` for one level.
 
     Raises:
         ValueError: the processes do not divide the batch, or there are no iterations.

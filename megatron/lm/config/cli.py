@@ -253,7 +253,7 @@ class _Registered(argparse.Action):
 
 def _preset_parser(**kwargs: Any) -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m megatron.lm.pretrain",
+        prog="msamp pretrain",
         usage="%(prog)s [--preset NAME] [flags]",
         description="Pre-train a GPT, with several processes under torchrun or with one without it.",
         allow_abbrev=False,

@@ -28,7 +28,7 @@ from megatron.lm.processes.agreement import all_or_none
 from megatron.lm.shell.files import own_folder
 
 _MAGIC, _HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
-_HOW_TO_MAKE = "create one with megatron.lm.tools.preprocess_data, and pass its prefix without .bin or .idx"
+_HOW_TO_MAKE = "create one with msamp preprocess, and pass its prefix without .bin or .idx"
 
 
 @dataclass(frozen=True, kw_only=True)

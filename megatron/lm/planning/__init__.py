@@ -1,4 +1,4 @@
-"""Predict memory and time of a step on a cluster, from shapes and measured rates, for `megatron.lm.tools.plan`. Needs no GPU.
+"""Predict memory and time of a step on a cluster, from shapes and measured rates, for `msamp plan`. Needs no GPU.
 
 memory, experts        bytes on each rank, of layers with experts
 fits                   what a dry run prints and refuses

@@ -44,7 +44,7 @@ def refusal(config: Config) -> str | None:
     if config.model.num_experts is None or memory.captured(config):
         return None
     why = capture.obstacle(config.model, config.parallel, config.precision, config.training) or "--cuda-graph none"
-    return f"the planner has no measured rate for experts in eager steps ({why}): plan memory alone with --dry-run of megatron.lm.pretrain"
+    return f"the planner has no measured rate for experts in eager steps ({why}): plan memory alone with --dry-run of msamp pretrain"
 
 
 def of_a_layer(config: Config, rates: Rates) -> float:

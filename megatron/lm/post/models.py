@@ -50,7 +50,7 @@ def check_folder(folder: Path) -> None:
         return
     if (folder / "latest_checkpointed_iteration.txt").is_file():
         raise ValueError(
-            f"{folder} contains checkpoints of megatron.lm.pretrain: run python -m megatron.lm.tools.convert_checkpoint to-hf --load "
+            f"{folder} contains checkpoints of msamp pretrain: run msamp convert to-hf --load "
             f"{folder} --output FOLDER, then give that folder"
         )
     raise ValueError(f"{folder} has no config.json: give the folder of a transformers model, as save_pretrained writes it")

@@ -57,7 +57,7 @@ def launch_from_environment(environment: Mapping[str, str] = os.environ) -> Laun
     return LaunchEnvironment(rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size)
 
 
-_FIX = "start with `torchrun --nproc-per-node N -m megatron.lm.pretrain ...`, or unset RANK and WORLD_SIZE to train on one process"
+_FIX = "start with `msamp torchrun --nproc-per-node N msamp pretrain ...`, or unset RANK and WORLD_SIZE to train on one process"
 
 
 def _integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -55,7 +55,7 @@ def join(
         try:
             if with_agent:  # torchrun's agent has the store, for all its restarts
                 if rank == 0:  # whatever the host's name: torchrun passes only the port to its store
-                    _say_open(f"torchrun's port {port}", f"the machine {host}")
+                    _say_open(f"torchrun's port {port}", f"the machine {host}", world_size)
                 other = torch.distributed.TCPStore(host, port, is_master=False, timeout=left, wait_for_workers=False)
                 store = meet(other, rank, world_size, left)
             else:
@@ -64,7 +64,7 @@ def join(
                     host, port, world_size, is_master=rank == 0, timeout=left, multi_tenant=True, master_listen_fd=inside
                 )
                 if rank == 0 and inside is None:
-                    _say_open(f"port {port}", "this machine")
+                    _say_open(f"port {port}", "this machine", world_size)
         except RuntimeError as error:
             if "EADDRINUSE" in str(error):
                 fix = "stop the program that listens there, or set another port on all ranks"
@@ -136,7 +136,9 @@ def _resolve(host: str, port: int, end: float) -> None:
         time.sleep(max(0.0, min(1.0, end - time.monotonic())))
 
 
-def _say_open(what: str, machine: str) -> None:
+def _say_open(what: str, machine: str, world_size: int) -> None:
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):  # one machine, where this is what everybody's torchrun does
+        return
     print(f"rendezvous: {what} listens on every address of {machine}: {_INSIDE}", file=sys.stderr, flush=True)
 
 

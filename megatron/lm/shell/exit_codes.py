@@ -28,7 +28,7 @@ from megatron.lm.errors import RunStopped, missing, report
 REFUSED, STOPPED, INTERRUPTED = 2, 1, 128 + signal.SIGINT
 SAVE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)  # schedulers send one of these before a limit
 
-_SMALLER = "use a smaller model, batch or sequence, or more processes (--dry-run of megatron.lm.pretrain prints the memory of each)"
+_SMALLER = "use a smaller model, batch or sequence, or more processes (--dry-run of msamp pretrain prints the memory of each)"
 _OTHER_RANK = "another process of this run has ended or cannot be reached: see its own error message"
 P = ParamSpec("P")
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}

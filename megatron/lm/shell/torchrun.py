@@ -1,8 +1,9 @@
-"""torchrun with one error line instead of a traceback: `python -m megatron.lm.shell.torchrun --nproc-per-node 8 -m PROGRAM`.
+"""torchrun with one error line instead of a traceback: `msamp torchrun --nproc-per-node 8 msamp pretrain ...`.
 
-It has torchrun's flags. When a process fails, torchrun prints about 35 lines with the traceback of its own ChildFailedError, and exits with
-1 whatever the exit code of the process. Here the error that came first is printed in a line, and the exit code of its process is returned.
-If the process reported none, because a signal ended it or it is not one of our commands, a line names its rank.
+It has torchrun's flags, and runs one of our commands where torchrun has a script. When a process fails, torchrun prints about 35 lines
+with the traceback of its own ChildFailedError, and exits with 1 whatever the exit code of the process. Here the error that came first is
+printed in a line, and the exit code of its process is returned. If the process reported none, because a signal ended it or it is not one
+of our commands, a line names its rank.
 """
 
 import logging
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun; return the exit code of the first process that failed (128 + signal number if a signal ended it), or 0."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
+    from torch.distributed.run import parse_args, run
 
     # The first two loggers repeat the failure that is reported here; the last one explains OMP_NUM_THREADS=1 in six lines.
     for name in ("api", "errors.error_handler"):
@@ -40,8 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError(f"--nproc-per-node is {number[1]}; it must be at least 1, the number of processes on this machine")
     if any(word.startswith(("--rdzv-endpoint", "--rdzv_endpoint")) for word in words):
         os.environ.setdefault(OWN_STORE, "1")
+    asked = parse_args(words)
+    if asked.training_script == "msamp":  # a name on PATH, which another interpreter may have put there
+        asked.module, asked.training_script = True, "megatron.lm.command.dispatch"
     try:
-        torchrun(words)
+        run(asked)
     except ChildFailedError as error:
         explained = {rank: failure for rank, failure in error.failures.items() if os.path.isfile(failure.error_file)}
         rank, failure = min((explained or error.failures).items(), key=lambda item: item[1].timestamp)

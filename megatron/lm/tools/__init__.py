@@ -1,4 +1,4 @@
-"""Command-line tools next to the trainer: `python -m megatron.lm.tools.NAME --help`.
+"""Command-line tools next to the trainer: `msamp --help`.
 
 before a run    plan (the grids that fit a cluster, and their times), prepare_text (real text and its tokenizer, downloaded),
                 preprocess_data (text of one's own -> datasets)

@@ -1,11 +1,11 @@
 """Convert the trainer's checkpoints to and from Hugging Face folders, to plain safetensors and to FP8 for inference; list their contents.
 
-    python -m megatron.lm.tools.convert_checkpoint to-hf --load checkpoints --output gpt-hf --dtype bfloat16
-    python -m megatron.lm.tools.convert_checkpoint from-hf --load gpt-hf --output imported      # then train with --load imported --finetune
-    python -m megatron.lm.tools.convert_checkpoint export-bf16 --load checkpoints --output plain
-    python -m megatron.lm.tools.convert_checkpoint export-fp8 --load checkpoints --output gpt-fp8
-    python -m megatron.lm.tools.convert_checkpoint to-megatron --load checkpoints --output for-megatron
-    python -m megatron.lm.tools.convert_checkpoint inspect --load checkpoints
+    msamp convert to-hf --load checkpoints --output gpt-hf --dtype bfloat16
+    msamp convert from-hf --load gpt-hf --output imported      # then train with --load imported --finetune
+    msamp convert export-bf16 --load checkpoints --output plain
+    msamp convert export-fp8 --load checkpoints --output gpt-fp8
+    msamp convert to-megatron --load checkpoints --output for-megatron
+    msamp convert inspect --load checkpoints
 
 - to-hf writes a gpt2, gpt_neox (sequential residual), llama, qwen2, qwen3, or, with experts, a mixtral, qwen3_moe or olmoe of transformers,
   whichever can represent the model: weights from the best copy in the checkpoint (the master, if there is one), without the padding rows

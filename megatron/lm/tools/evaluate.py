@@ -1,6 +1,6 @@
 """Evaluate trained models by the bits per byte of a text. One table compares several models.
 
-    python -m megatron.lm.tools.evaluate perplexity --load runs/quickstart/O0/checkpoint runs/quickstart/O2/checkpoint --text held_out.txt
+    msamp evaluate perplexity --load runs/quickstart/O0/checkpoint runs/quickstart/O2/checkpoint --text held_out.txt
 
 - --load takes the trainer's checkpoints and folders of Hugging Face (to-hf and export-fp8 of convert_checkpoint), any number of them.
 - Hugging Face folders need transformers: pip install -e '.[eval]'.

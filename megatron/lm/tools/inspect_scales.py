@@ -1,6 +1,6 @@
 """Show what the precision recorder measured: the worst tensors, and since which step they are so.
 
-    python -m megatron.lm.tools.inspect_scales runs/a/precision.jsonl
+    msamp inspect runs/a/precision.jsonl
 
 The file is the trainer's `--record-precision`. TensorBoard shows its means and maxima over the steps.
 """

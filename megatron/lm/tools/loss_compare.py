@@ -1,7 +1,7 @@
 """Compare the losses of training runs, from their metrics files.
 
-    python -m megatron.lm.tools.loss_compare --base O0=runs/a/metrics.jsonl --other O2=runs/b/metrics.jsonl --max-rel 0.01
-    python -m megatron.lm.tools.loss_compare --base O0=runs/O0_1/metrics.jsonl O0=runs/O0_2/metrics.jsonl \\
+    msamp compare --base O0=runs/a/metrics.jsonl --other O2=runs/b/metrics.jsonl --max-rel 0.01
+    msamp compare --base O0=runs/O0_1/metrics.jsonl O0=runs/O0_2/metrics.jsonl \\
         --other O2=runs/O2_1/metrics.jsonl O2=runs/O2_2/metrics.jsonl --seeds 1 2
 
 Runs are paired by seed in the order given. The tool prints the final losses of each pair, then their mean difference, its 95 % interval and

@@ -1,10 +1,10 @@
 """Predict what a training run needs on a cluster, without a GPU: memory, communication volume and time per step, grid by grid.
 
-    python -m megatron.lm.tools.plan --model llama3-8b --gpus 64 --gpu h100
-    python -m megatron.lm.tools.plan --model 175b --gpus 32 --gpu h100 --precision O3 --sequence-length 4096 --top 3
-    python -m megatron.lm.tools.plan --model 13b --gpus 16 --gpu h200 --tensor-model-parallel-size 2 --micro-batch-size 2 --json
+    msamp plan --model llama3-8b --gpus 64 --gpu h100
+    msamp plan --model 175b --gpus 32 --gpu h100 --precision O3 --sequence-length 4096 --top 3
+    msamp plan --model 13b --gpus 16 --gpu h200 --tensor-model-parallel-size 2 --micro-batch-size 2 --json
 
-Further flags are passed to megatron.lm.pretrain, and override the model's. A flag for the grid, the micro-batch or recomputation fixes it;
+Further flags are passed to msamp pretrain, and override the model's. A flag for the grid, the micro-batch or recomputation fixes it;
 the rest is searched, and the grids that fit are listed, the fastest first. Times are predicted from measured rates
 (`megatron/lm/planning`); `docs/guide/planner.md` compares predictions with measurements.
 """

@@ -22,7 +22,7 @@ input forms:
 Tokenize a large corpus file by file, one --output-prefix each: --data-path takes several prefixes, and a kill loses one file's work.
 
 example:
-  python -m megatron.lm.tools.preprocess_data --input books.jsonl --output-prefix data/books --tokenizer-type GPT2BPETokenizer \\
+  msamp preprocess --input books.jsonl --output-prefix data/books --tokenizer-type GPT2BPETokenizer \\
       --vocab-file encoder.json --merge-file vocab.bpe --append-eod --workers 8
   then train with --data-path data/books_text_document
 """

@@ -1,6 +1,6 @@
 """Write one page about one or several training runs, from their metrics files.
 
-    python -m megatron.lm.tools.report --run O0=a/metrics.jsonl --run O2=b/metrics.jsonl --out report
+    msamp report --run O0=a/metrics.jsonl --run O2=b/metrics.jsonl --out report
 
 writes report.html with its plot embedded, the plot as loss.png, and the loss curves as curves.csv.
 """
@@ -99,7 +99,7 @@ def _judged(line: dict[str, Any]) -> dict[str, Any]:
 
 def read_meta(path: Path) -> dict[str, Any]:
     """Read the meta.json of prepared data; ValueError if it is invalid, or its unigram entropy is not a number above 0."""
-    expected = "the meta.json that megatron.lm.tools.prepare_text writes"
+    expected = "the meta.json that msamp prepare-text writes"
     try:
         meta: dict[str, Any] = json.loads(read_input(path, expected))
         entropy = meta.get("unigram_entropy_nats")

@@ -207,9 +207,9 @@ def lines_of(error: str) -> dict[str, str]:
     """Map each refused flag, with its value, to the reason; check that the message counts several and ends with a pointer to --help."""
     first, *lines = error.removesuffix(" (--help lists the flags)\n").split("\n- ")
     if not lines:
-        flag, reason = first.removeprefix("python -m megatron.lm.pretrain: error: ").split(": ", 1)
+        flag, reason = first.removeprefix("msamp pretrain: error: ").split(": ", 1)
         return {flag: reason}
-    assert first == f"python -m megatron.lm.pretrain: error: {len(lines)} flags are refused, nothing was started:"
+    assert first == f"msamp pretrain: error: {len(lines)} flags are refused, nothing was started:"
     return dict(line.split(": ", 1) for line in lines)
 
 

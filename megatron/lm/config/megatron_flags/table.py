@@ -18,12 +18,12 @@ WIDTH = 132
 HEADING = "Megatron flags"
 EXAMPLES = """examples:
   a small model on the data of `make quickstart`, on one GPU or a CPU:
-    python -m megatron.lm.pretrain --preset 125m --opt-level O2 --data-path data/quickstart/train_text_document \\
+    msamp pretrain --preset 125m --opt-level O2 --data-path data/quickstart/train_text_document \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model data/quickstart/tokenizer.json --train-iters 100
   the memory per process of a large run, without starting it:
-    WORLD_SIZE=64 python -m megatron.lm.pretrain --preset llama3-8b --opt-level O3 --dry-run
+    WORLD_SIZE=64 msamp pretrain --preset llama3-8b --opt-level O3 --dry-run
   eight GPUs, with checkpoints that the same command resumes from:
-    torchrun --nproc-per-node 8 -m megatron.lm.pretrain --preset 1.3b --opt-level O3 --data-path DATA --tokenizer-type \\
+    msamp torchrun --nproc-per-node 8 msamp pretrain --preset 1.3b --opt-level O3 --data-path DATA --tokenizer-type \\
         HuggingFaceTokenizer --tokenizer-model tokenizer.json --save RUN --load RUN --save-interval 1000
 """
 SIMILARITY = 0.8  # of a misspelled flag to the one it is taken for, as `difflib` measures it

@@ -34,9 +34,7 @@ def datasets(config: Config, world_size: int) -> Problems:
         return
     if not data.data_path and not data.train_data_path:
         beside = f" next to {', '.join(given)}" if given else ""
-        yield (
-            f"no training data{beside}: give --data-path PREFIX or --train-data-path PREFIX (written by megatron.lm.tools.preprocess_data)"
-        )
+        yield (f"no training data{beside}: give --data-path PREFIX or --train-data-path PREFIX (written by msamp preprocess)")
     try:
         if not parse_split(data.split)[0]:
             yield f"--split {data.split}: give one to three numbers, the first above 0, such as 969,30,1"
@@ -91,7 +89,7 @@ def _blend(name: str, words: tuple[str, ...]) -> Problems:
         missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
         if missing:
             lacking = f"{flag(name)} {prefix}: {' and '.join(missing)} do not exist"
-            yield f"{lacking}; give the prefix of files that megatron.lm.tools.preprocess_data wrote"
+            yield f"{lacking}; give the prefix of files that msamp preprocess wrote"
 
 
 RULES: Rules = {

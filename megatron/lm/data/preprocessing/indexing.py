@@ -109,7 +109,7 @@ def read_counts(prefix: str) -> DatasetCounts | None:
     file = Path(f"{prefix}.json")
     if not file.exists():
         return None
-    fix = "rebuild the dataset with megatron.lm.tools.preprocess_data, or delete the file: evaluations then report no bits per byte"
+    fix = "rebuild the dataset with msamp preprocess, or delete the file: evaluations then report no bits per byte"
     try:
         record = json.loads(read_text(file))
     except (OSError, ValueError) as error:

@@ -57,7 +57,7 @@ class EpochDataset(GPTDataset):
             wrong = tokens[(tokens >= size) | (tokens < 0)][0]
             raise ValueError(
                 f"dataset {self.dataset_path}: token id {wrong} is outside the tokenizer's [0, {size}): "
-                "train with the tokenizer that the data was tokenized with, or rebuild the data with megatron.lm.tools.preprocess_data"
+                "train with the tokenizer that the data was tokenized with, or rebuild the data with msamp preprocess"
             )
         return tokens, documents
 

@@ -4,7 +4,7 @@
 `--use-pytorch-profiler` torch.profiler writes a trace to `--tensorboard-dir`, for TensorBoard's plugin or Perfetto. Without it the
 iterations are between cudaProfilerStart and cudaProfilerStop, with NVTX ranges, for
 
-    nsys profile -s none -t nvtx,cuda --capture-range=cudaProfilerApi --capture-range-end=stop -o FILE python -m megatron.lm.pretrain ...
+    nsys profile -s none -t nvtx,cuda --capture-range=cudaProfilerApi --capture-range-end=stop -o FILE msamp pretrain ...
 
 A run that ends earlier writes what it has. A run that fails writes no trace, because that waits for the device, but its memory snapshot.
 """

@@ -1,5 +1,6 @@
 """torchrun's failures as one line, and the code of the process that failed."""
 
+import argparse
 import os
 import re
 import signal
@@ -33,18 +34,18 @@ def failure(code: int) -> ChildFailedError:
 def test_a_failure_is_a_line_and_its_code(
     error: Exception, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def fails(argv: list[str]) -> None:
-        assert argv == ["--nproc-per-node", "2", "x.py"]
+    def fails(asked: argparse.Namespace) -> None:
+        assert (asked.nproc_per_node, asked.training_script) == ("2", "x.py")
         raise error
 
-    monkeypatch.setattr(torch.distributed.run, "main", fails)
+    monkeypatch.setattr(torch.distributed.run, "run", fails)
     assert torchrun.main(["--nproc-per-node", "2", "x.py"]) == code
     assert capsys.readouterr().err == line
 
 
 @pytest.mark.parametrize("words", [["--nproc-per-node", "0"], ["--nproc-per-node=-1"], ["--nproc_per_node", "0"]], ids=" ".join)
 def test_no_process_is_refused_at_once(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(torch.distributed.run, "main", lambda argv: pytest.fail("torchrun started"))
+    monkeypatch.setattr(torch.distributed.run, "run", lambda asked: pytest.fail("torchrun started"))
     assert torchrun.main([*words, "x.py"]) == 2
     assert "--nproc-per-node is" in capsys.readouterr().err
 
@@ -105,6 +106,15 @@ def test_an_error_of_two_processes_is_one_line_and_the_exit_code(arguments: list
 def test_torchruns_that_meet_give_each_start_a_store_of_its_own(flags: list[str], own: str | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(torchrun.OWN_STORE, "")
     monkeypatch.delenv(torchrun.OWN_STORE)
-    monkeypatch.setattr(torch.distributed.run, "main", lambda argv: None)
+    monkeypatch.setattr(torch.distributed.run, "run", lambda asked: None)
     assert torchrun.main([*flags, "x.py"]) == 0
     assert os.environ.get(torchrun.OWN_STORE) == own
+
+
+def test_a_command_of_msamp_stands_where_torchrun_has_a_script():
+    launch = [sys.executable, "-m", "megatron.lm.command.dispatch", "torchrun", "--nproc-per-node", "2", "msamp", "compare", "--frob"]
+    done = subprocess.run(
+        launch, env=dict(os.environ) | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "--help" in done.stderr

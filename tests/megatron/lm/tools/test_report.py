@@ -91,7 +91,7 @@ def test_a_bad_meta_is_refused_and_leaves_nothing(tmp_path, files, capsys, text)
     (tmp_path / "meta.json").write_text(text)
     flags = ["--run", f"O0={files['O0']}", "--meta", str(tmp_path / "meta.json"), "--out", str(tmp_path / "o" / "out")]
     assert report.main(flags) == 2
-    assert "give the meta.json that megatron.lm.tools.prepare_text writes" in capsys.readouterr().err
+    assert "give the meta.json that msamp prepare-text writes" in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
 
 
