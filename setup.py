@@ -61,7 +61,7 @@ setup(
     entry_points={"console_scripts": ["msamp = megatron.lm.command.dispatch:main"]},
     install_requires=[
         "torch>=2.8",
-        "megatron-core==0.16.1",
+        "megatron-core>=0.16.1,<0.20",
         "numpy",
         "pyyaml",
         "psutil",  # megatron-core's dist_checkpointing imports it without declaring it

@@ -16,7 +16,7 @@ MAX_FILES = 12  # at the top of a folder of megatron/lm, whatever their kind
 # lines at the engine's speed and 500 of other people's loops.
 CEILINGS = {
     "msamp": 30_916,
-    "megatron": 24_790,
+    "megatron": 25_190,
     "tools": 10_351,
     "examples": 1_238,
     "tests": 64_400,

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
@@ -115,9 +114,8 @@ def own_part(batch: dict[str, Tensor], context: Ranks) -> dict[str, Tensor]:
     """
     if context.size == 1:
         return batch
-    whole = {name: x for name, x in batch.items() if name == DOCUMENTS}
-    parts = {name: x for name, x in batch.items() if name != DOCUMENTS}
-    return get_batch_on_this_cp_rank(parts, cp_group=context.group) | whole  # type: ignore[no-any-return]
+    chunks = [context.rank, 2 * context.size - 1 - context.rank]
+    return {name: x if name == DOCUMENTS else x.unflatten(1, (2 * context.size, -1))[:, chunks].flatten(1, 2) for name, x in batch.items()}
 
 
 def _ignore_signals(worker: int) -> None:

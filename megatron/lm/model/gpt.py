@@ -193,7 +193,8 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, training: T
         # This would run torch.compile for one addition: it saves well under 1 % of a step on a GPU and requires a C compiler everywhere.
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
-        cuda_graph_scope=[],  # the whole layer; the default means the same but triggers a deprecation warning
+        # The whole layer; the default means the same but triggers a deprecation warning. megatron-core 0.18 renamed the field.
+        **{"cuda_graph_modules" if hasattr(TransformerConfig, "cuda_graph_modules") else "cuda_graph_scope": []},
         **experts,
     )
     return settings(**core_settings(recipe, model))

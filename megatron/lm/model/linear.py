@@ -92,6 +92,12 @@ def _after(x: Tensor, count: Callable[[], None]) -> None:
         x.register_hook(lambda _: count())
 
 
+def _description(layer: Any, precision: str) -> str:
+    """Return a layer in one line: megatron-core's versions print the parts of a layer in different places."""
+    size = f"in_features={layer.input_size}, out_features={layer.output_size}, bias={layer.bias is not None}"
+    return f"{type(layer).__name__}({size}, TP={layer.tp_group.size()}, {precision})"
+
+
 class FP8Gemm(Counted):
     """Mixin for a megatron-core linear layer with its weight in the recipe's format and its three GEMMs in FP8.
 
@@ -192,8 +198,7 @@ class FP8Gemm(Counted):
         return observe_output(y, self.scaling, sums=wire and row)
 
     def __repr__(self) -> str:
-        precision = describe_gemm(self.scaling.gemm, self.weight)
-        return super().__repr__().removesuffix(")") + f", {precision}, scaling {self.scaling.gemm.input.scaling})"
+        return _description(self, f"{describe_gemm(self.scaling.gemm, self.weight)}, scaling {self.scaling.gemm.input.scaling}")
 
 
 class WideGemm(Counted):
@@ -224,8 +229,7 @@ class WideGemm(Counted):
         return functional.linear(input.float(), weight.float(), None if bias is None else bias.float()).to(input.dtype)
 
     def __repr__(self) -> str:
-        precision = of_dtype(self.config.params_dtype)  # type: ignore[union-attr,arg-type]
-        return super().__repr__().removesuffix(")") + f", weight and GEMM {precision})"
+        return _description(self, f"weight and GEMM {of_dtype(self.config.params_dtype)}")  # type: ignore[union-attr,arg-type]
 
 
 class HeadGemm(WideGemm):

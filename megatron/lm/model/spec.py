@@ -1,14 +1,16 @@
 """The layers of a GPT block as megatron-core's `ModuleSpec`: the class for each slot."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -61,7 +63,7 @@ def layer_spec(config: TransformerConfig, linears: Mapping[str, type], options: 
     norm = ModuleSpec(module=norm_class(config.normalization), params={"saved": saved})
     together = (config.num_attention_heads, config.num_query_groups) if options.qk_scope == "projection" else (1, 1)
     query_norm, key_norm = (head_norm(config.normalization, n or 1) if config.qk_layernorm else IdentityOp for n in together)
-    activation = _activation(activation_of(config), saved)
+    activation = ModuleSpec(module=Activation, params={"kind": activation_of(config), "saved": saved})
     core = ModuleSpec(module=SDPAttention, params={"backend": backend, "wire": options.cp_wire})
     if options.fp8_attention is not None:
         core = ModuleSpec(module=FP8CoreAttention, params={"backend": backend, "gemm": options.fp8_attention})
@@ -76,8 +78,9 @@ def layer_spec(config: TransformerConfig, linears: Mapping[str, type], options: 
             k_layernorm=key_norm,
         ),
     )
-    parts = MLPSubmodules(linears["linear_fc1"], activation, linears["linear_fc2"])
-    mlp = moe_class(parts) if experts else ModuleSpec(module=MLP, submodules=parts)
+    parts = MLPSubmodules(linear_fc1=linears["linear_fc1"], activation_func=activation, linear_fc2=linears["linear_fc2"])
+    # Classes and not a `ModuleSpec`, whose modules megatron-core passes other arguments in each version.
+    mlp = moe_class(parts) if experts else type("MLP", (DenseMLP,), {"parts": parts})
     return ModuleSpec(
         module=Layer,
         params={"saved": saved, "fused": options.fused and not experts},
@@ -92,13 +95,24 @@ def layer_spec(config: TransformerConfig, linears: Mapping[str, type], options: 
     )
 
 
-def _activation(kind: str, saved: Saved) -> Callable[[Tensor], Tensor]:
-    """Return the activation as a function: megatron-core's MLP calls `sharded_state_dict` on all its submodules."""
+class DenseMLP(MLP):
+    """megatron-core's MLP of the linear layers and the activation in `parts`, which a subclass defines."""
 
-    def activation(y: Tensor) -> Tensor:
-        return ActivationFunction.apply(y, kind, saved)
+    parts: MLPSubmodules
 
-    return activation
+    def __init__(self, config: TransformerConfig, **_of_the_layer: Any) -> None:
+        super().__init__(config, self.parts, tp_group=get_tensor_model_parallel_group())
+
+
+class Activation(MegatronModule):
+    """The activation [.., n] -> [.., n], or [.., n / 2] for SwiGLU, with its input kept as `saved` says."""
+
+    def __init__(self, config: TransformerConfig, kind: str, saved: Saved) -> None:
+        super().__init__(config)
+        self.kind, self.saved = kind, saved
+
+    def forward(self, y: Tensor) -> Tensor:
+        return ActivationFunction.apply(y, self.kind, self.saved)  # type: ignore[no-any-return]
 
 
 def block_spec(

@@ -50,8 +50,8 @@ _SURPLUS = 1.005  # megatron-core builds this multiple of the samples that a ble
 class EpochDataset(GPTDataset):
     """megatron-core's dataset, in an order that later epochs do not change. `cache` stores its indices."""
 
-    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        tokens, documents = super()._query_document_sample_shuffle_indices(idx)
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, ...]:
+        tokens, *others = super()._query_document_sample_shuffle_indices(idx)  # two arrays; from megatron-core 0.19 on three
         size = self.config.tokenizer.vocab_size
         if np.maximum.reduce(tokens) >= size or np.minimum.reduce(tokens) < 0:
             wrong = tokens[(tokens >= size) | (tokens < 0)][0]
@@ -59,7 +59,7 @@ class EpochDataset(GPTDataset):
                 f"dataset {self.dataset_path}: token id {wrong} is outside the tokenizer's [0, {size}): "
                 "train with the tokenizer that the data was tokenized with, or rebuild the data with msamp preprocess"
             )
-        return tokens, documents
+        return tokens, *others
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, ...]:
         arrays = ("document_index", "sample_index", "shuffle_index")

@@ -43,7 +43,7 @@ class MoE(MegatronModule):
 
     shared: MLPSubmodules
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, **_of_the_layer: Any) -> None:
         super().__init__(config)
         assert config.num_moe_experts is not None
         assert config.moe_ffn_hidden_size is not None
@@ -96,10 +96,7 @@ class MoE(MegatronModule):
 
 
 def moe_class(shared: MLPSubmodules) -> type[MoE]:
-    """Return the class of a mixture of experts whose shared expert has these linear layers and activation.
-
-    A class and not a `ModuleSpec`, for whose modules megatron-core knows only its own constructors and warns about others.
-    """
+    """Return the class of a mixture of experts whose shared expert has these linear layers and activation."""
     return type("MoE", (MoE,), {"shared": shared, "__doc__": MoE.__doc__})
 
 
