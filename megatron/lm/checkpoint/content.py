@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron.lm.checkpoint import rng
 from megatron.lm.checkpoint.files.storage import Item
@@ -93,7 +92,9 @@ def items(training: Training) -> list[Item]:
             continue
         placed, keys = where[names[holding.param]], [declared.key for declared in update_of(holding.formats).states]
         chunks = [chunk for key in keys if key in state for chunk in _chunks(key, placed, as_stored(state, key), holding.rows)]
-        chunks += _scalars("step", placed, state["step"], holding.rows)
+        pieces = ((place, place.within(holding.rows)) for place in placed if place.first)
+        # The rank with a tensor's first element saves its number of steps.
+        chunks += [Item.whole(f"step/{place.name}", state["step"]) for place, piece in pieces if piece is not None and not any(piece[1])]
         chunks_of_rank += chunks if training.grad_sync.shard else share.of_this_rank(chunks, grid.gradients(holding.param))
     for name, mu in training.grad_sync.state_dict()["mu"].items():
         marks = [Item.whole(at(f"mu/{place.name}", place.offset), mu) for place in where[name] if place.first]
@@ -155,14 +156,6 @@ def _chunks(prefix: str, where: Sequence[Place], x: Stored, rows: slice | None =
         if groups is not None:
             for name, values in zip(group_keys(key, offset), groups, strict=True):
                 yield Item.whole(name, values if local is None else values[local])
-
-
-def _scalars(prefix: str, where: Sequence[Place], x: Tensor, rows: slice | None) -> Iterator[Item]:
-    """Yield the scalars of a tensor on the rank with its first element."""
-    for place in where:
-        local_rows = place.within(rows) if place.first else None
-        if local_rows is not None and not any(local_rows[1]):
-            yield Item.whole(f"{prefix}/{place.name}", x)
 
 
 def shrinking_attention(info: dict[str, Any], folder: Path) -> str | None:

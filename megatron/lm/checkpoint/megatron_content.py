@@ -99,9 +99,13 @@ def megatron_items(
         prefix, _, name = item.key.partition("/")
         if prefix not in ("model", *_STATES) or ".scaling." in name or "@" in name:
             continue
-        scaled = scale_key(item.key, item.offset) in beside
         item = replace(item, tensor=item.tensor.detach().cpu())  # convert to FP32 in host memory
-        values = _values(item, beside)
+        largest, k = (beside.get(key) for key in group_keys(item.key, item.offset))
+        scale = beside.get(scale_key(item.key, item.offset))
+        if largest is not None and k is not None:
+            values = Expanded(item.tensor, largest, k).dequantize()
+        else:
+            values = item.tensor.float() if scale is None else item.tensor.float() * scale
         if prefix in _STATES:
             yield _stacked(f"{_OPTIMIZER}{_STATES[prefix]}.", name, item, values, num_layers)
             if prefix == MASTER.key and name in rounded_masters:
@@ -109,18 +113,9 @@ def megatron_items(
             continue
         if name in rounded_masters:
             continue
-        yield _stacked("", name, item, values.bfloat16() if scaled else item.tensor, num_layers)
+        yield _stacked("", name, item, item.tensor if scale is None else values.bfloat16(), num_layers)
         if name in own_masters:
             yield _stacked(f"{_OPTIMIZER}{_STATES[MASTER.key]}.", name, item, values, num_layers)
-
-
-def _values(item: Item, beside: Mapping[str, Tensor]) -> Tensor:
-    """Return a chunk in FP32."""
-    largest, k = (beside.get(key) for key in group_keys(item.key, item.offset))
-    if largest is not None and k is not None:
-        return Expanded(item.tensor, largest, k).dequantize()
-    scale = beside.get(scale_key(item.key, item.offset))
-    return item.tensor.float() if scale is None else item.tensor.float() * scale
 
 
 def _stacked(prefix: str, name: str, item: Item, values: Tensor, num_layers: int) -> Item:

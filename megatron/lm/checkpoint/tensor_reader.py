@@ -151,17 +151,13 @@ def saved_scaling(model: nn.Module, stored: Stored, where: dict[str, list[Place]
             elif not of_channels:
                 break
         if places:
-            saved = {local: _own_part(stored, place) for local, place in places.items()}
+            saved = {}
+            for local, place in places.items():  # this rank's part, where channels are split over tensor-parallel ranks
+                part = tuple(slice(start, start + size) for start, size in zip(place.offset, place.sizes, strict=True))
+                saved[local] = stored.tensor(f"model/{place.name}")[part]
             try:
                 layer.check_state({local.removeprefix(f"{name}."): x for local, x in saved.items()})
             except ValueError as problem:
                 raise ValueError(f"{stored.folder}: {name}.{problem}; load an older checkpoint") from None
             state |= saved
     return state
-
-
-def _own_part(stored: Stored, place: Place) -> Tensor:
-    """Return this rank's part of a saved tensor; all of it, except for channels that are split over tensor-parallel ranks."""
-    return stored.tensor(f"model/{place.name}")[
-        tuple(slice(start, start + size) for start, size in zip(place.offset, place.sizes, strict=True))
-    ]

@@ -24,6 +24,7 @@ from msamp.optim.updates import formats_of, update_of
 # may not be larger either: the run would have had gradients of 2^32.
 LARGEST = 2.0**64
 _BLOCK = 2**24  # elements to convert to FP32 at a time
+_NO_PAYLOADS = ("rng/", "step/", "mu/")
 
 
 def extents(x: Tensor) -> Tensor:
@@ -61,29 +62,19 @@ def tensor_problem(
     if not (math.isfinite(low) and math.isfinite(high)):
         bad = sum(int((~block.float().isfinite()).sum()) for block in x.reshape(-1).split(_BLOCK))
         return f" has {bad} values that are NaN or infinite"
-    problem = next(filter(None, [_group_problem(*groups) if groups else None, *map(_scale_problem, scales)]), None)
-    if problem is not None:
-        return problem
+    for name, values, least, most in zip(("maximum", "exponent"), groups, (0.0, FP32.tiny), (LARGEST, FP32.max), strict=False):
+        wrong = [value for value in values if not least <= value <= most]
+        if wrong:
+            return f" has groups with a maximum or exponent out of range: {name} {wrong[0]:g}"
+    for scale in scales:
+        if not 2.0**-MAX_EXPONENT <= scale <= 2.0**MAX_EXPONENT or math.frexp(scale)[0] != 0.5:
+            return f" has scale_inv {scale:g}, which is not a power of two in [2^-{MAX_EXPONENT}, 2^{MAX_EXPONENT}]"
     largest, scale = max(-low, high), max(scales, default=1.0)
     if largest * scale > LARGEST:
         return f" has the value {(high if high == largest else low) * scale:g}; no run can use values above 2^64"
     if non_negative and low < 0:
         below = sum(int((block.float() < 0).sum()) for block in x.reshape(-1).split(_BLOCK))
         return f", a mean of squares, has {below} negative values, such as {low * scale:g}"
-    return None
-
-
-def _scale_problem(scale_inv: float) -> str | None:
-    if 2.0**-MAX_EXPONENT <= scale_inv <= 2.0**MAX_EXPONENT and math.frexp(scale_inv)[0] == 0.5:
-        return None
-    return f" has scale_inv {scale_inv:g}, which is not a power of two in [2^-{MAX_EXPONENT}, 2^{MAX_EXPONENT}]"
-
-
-def _group_problem(maxima: Sequence[float], exponents: Sequence[float]) -> str | None:
-    for name, values, least, most in (("maximum", maxima, 0.0, LARGEST), ("exponent", exponents, FP32.tiny, FP32.max)):
-        wrong = [value for value in values if not least <= value <= most]
-        if wrong:
-            return f" has groups with a maximum or exponent out of range: {name} {wrong[0]:g}"
     return None
 
 
@@ -111,7 +102,8 @@ def _own_problems(training: Training, items: Sequence[Item]) -> Iterator[str]:
     beside = {item.key: item.tensor for item in items if "@" in item.key}
     kinds = (kind for group in training.optimizer.param_groups for kind in formats_of(group))
     squares = {state.key for kind in kinds for state in update_of(kind).states if state.non_negative}
-    judged = [item for item in items if _is_payload(item)]
+    judged = [item for item in items if not item.key.startswith(_NO_PAYLOADS) and "@" not in item.key and ".scaling." not in item.key]
+    judged = [item for item in judged if item.tensor.is_floating_point()]
     scales = [beside.get(scale_key(item.key, item.offset)) for item in judged]
     groups = [tuple(beside.get(key) for key in group_keys(item.key, item.offset)) for item in judged]
     ranges = _on_host(extents(item.tensor) for item in judged)
@@ -125,11 +117,6 @@ def _own_problems(training: Training, items: Sequence[Item]) -> Iterator[str]:
         problem = tensor_problem(item.tensor, extent, own_scales, own_groups, non_negative=non_negative)
         if problem is not None:
             yield f"{item.key}{problem}"
-
-
-def _is_payload(item: Item) -> bool:
-    prefix, _, name = item.key.partition("/")
-    return prefix not in ("rng", "step", "mu") and "@" not in name and ".scaling." not in name and item.tensor.is_floating_point()
 
 
 def _on_host(tensors: Iterable[Tensor]) -> list[list[float]]:

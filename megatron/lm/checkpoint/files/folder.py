@@ -178,9 +178,12 @@ def candidates(root: Path, iteration: int | None = None, *, unhealthy: bool = Fa
         iteration: return only this one.
         unhealthy: include unhealthy ones.
     """
-    if iteration is None and _is_release(root):
-        return Candidates([root / RELEASE], [])
-    marked, marker = marked_iteration(root) if iteration is None else iteration, root / LATEST_CHECKPOINT_FILE
+    marker = root / LATEST_CHECKPOINT_FILE
+    if iteration is None and (root / RELEASE).is_dir():  # of Megatron-LM: weights without an iteration
+        with contextlib.suppress(OSError, ValueError):
+            if read_text(marker).strip() == RELEASE:
+                return Candidates([root / RELEASE], [])
+    marked = marked_iteration(root) if iteration is None else iteration
     # A replaced checkpoint is next to, or for a moment at the path of, the one that was saved over it.
     by_iteration = sorted(_numbered(root), key=lambda pair: (-pair[0], pair[1].name))
     offered = [(n, path) for n, path in by_iteration if (n == iteration if iteration is not None else marked is None or n <= marked)]
@@ -197,14 +200,6 @@ def candidates(root: Path, iteration: int | None = None, *, unhealthy: bool = Fa
         folders.append(iteration_folder(root, marked))  # so that loading it reports that it is missing
     judged = _judged(offered, unhealthy)
     return Candidates([*folders, *judged.folders], [*remarks, *judged.remarks])
-
-
-def _is_release(root: Path) -> bool:
-    """Return whether the marker names Megatron-LM's release checkpoint, which has weights and no iteration."""
-    try:
-        return read_text(root / LATEST_CHECKPOINT_FILE).strip() == RELEASE and (root / RELEASE).is_dir()
-    except (OSError, ValueError):
-        return False
 
 
 def _judged(offered: Sequence[tuple[int, Path]], unhealthy: bool) -> Candidates:

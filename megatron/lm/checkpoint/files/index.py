@@ -91,22 +91,22 @@ def plan_of_json(data: bytes) -> Plan:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(said, dict):
         raise ValueError("it is not an object of tensors")
-    return {key: _entry(key, value) for key, value in said.items()}
-
-
-def _entry(key: str, said: Any) -> Entry:
-    match said:
-        case {"dtype": str(name), "shape": [*shape], "chunks": [*chunks]} if name in DTYPES:
-            return Entry(DTYPES[name], size(shape), tuple(_chunk(key, chunk, DTYPES[name]) for chunk in chunks))
-    raise ValueError(f"{key!r} is invalid: a tensor must have a dtype, a shape and chunks")
-
-
-def _chunk(key: str, said: Any, dtype: torch.dtype) -> Chunk:
-    match said:
-        case {"offset": [*offset], "shape": [*shape], "file": str(file), "start": start}:
-            own = size(shape)
-            return Chunk(tuple(size(offset)), own, file, natural(start), own.numel() * dtype.itemsize)
-    raise ValueError(f"{key!r} has an invalid chunk: it must have an offset, a shape, a file and a start")
+    plan: Plan = {}
+    for key, value in said.items():
+        match value:
+            case {"dtype": str(name), "shape": [*shape], "chunks": [*records]} if name in DTYPES:
+                dtype, chunks = DTYPES[name], []
+            case _:
+                raise ValueError(f"{key!r} is invalid: a tensor must have a dtype, a shape and chunks")
+        for record in records:
+            match record:
+                case {"offset": [*offset], "shape": [*own], "file": str(file), "start": start}:
+                    part = size(own)
+                    chunks.append(Chunk(tuple(size(offset)), part, file, natural(start), part.numel() * dtype.itemsize))
+                case _:
+                    raise ValueError(f"{key!r} has an invalid chunk: it must have an offset, a shape, a file and a start")
+        plan[key] = Entry(dtype, size(shape), tuple(chunks))
+    return plan
 
 
 def natural(number: Any) -> int:
@@ -130,8 +130,10 @@ def check(folder: Path, plan: Plan) -> None:
     for key, entry in plan.items():
         check_whole(key, entry)
         for chunk in entry.chunks:
+            if Path(chunk.file).name != chunk.file:
+                raise ValueError(f"it names {chunk.file!r}, which is outside its folder")
             if chunk.file not in lengths:
-                lengths[chunk.file] = _length(folder, chunk.file)
+                lengths[chunk.file] = regular_file(folder / chunk.file).stat().st_size
             if chunk.start + chunk.length > lengths[chunk.file]:
                 raise ValueError(f"{key!r} ends at byte {chunk.start + chunk.length} of {chunk.file}, which has {lengths[chunk.file]}")
             if chunk.shape.numel() * entry.dtype.itemsize > chunk.length:
@@ -160,12 +162,6 @@ def check_whole(key: str, entry: Entry) -> None:
     if any(corners.values()):
         stored = sum(chunk.shape.numel() for chunk in entry.chunks)
         raise ValueError(f"the chunks of {key!r}, {stored} elements, do not cover its {tuple(entry.shape)}, each element once")
-
-
-def _length(folder: Path, name: str) -> int:
-    if Path(name).name != name:
-        raise ValueError(f"it names {name!r}, which is outside its folder")
-    return regular_file(folder / name).stat().st_size
 
 
 def regular_file(file: Path) -> Path:

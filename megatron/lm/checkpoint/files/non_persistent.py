@@ -6,6 +6,7 @@ A non-persistent checkpoint has the same format, but only the newest is kept. It
 the newest.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -54,21 +55,14 @@ def candidates_of(settings: CheckpointConfig) -> Candidates:
     others = candidates(beside, settings.ckpt_step, unhealthy=settings.load_unhealthy)
     run, folders, remarks = owner(root), list(checkpoints.folders), [*checkpoints.remarks, *others.remarks]
     for folder in others.folders:
-        if run is None or _is_of(run, folder):
-            folders.append(folder)
-        else:
-            remarks.append(f"passed over: {folder} is a checkpoint of another run")
+        with contextlib.suppress(ValueError):  # one that cannot be read stays: loading it reports that
+            if run is not None and not one_run(run, sealed_info(folder)):
+                remarks.append(f"passed over: {folder} is a checkpoint of another run")
+                continue
+        folders.append(folder)
     # A release of Megatron-LM has no iteration. Sorting is stable within a folder, where a replaced checkpoint follows its replacement.
     folders.sort(key=lambda folder: -(iteration_of(folder) or 0))
     return Candidates(folders, remarks)
-
-
-def _is_of(run: dict[str, Any], folder: Path) -> bool:
-    """Return whether a checkpoint is of `run`, or cannot be read, which loading it reports."""
-    try:
-        return one_run(run, sealed_info(folder))
-    except ValueError:
-        return True
 
 
 def forget(folder: Path, after: int) -> list[str]:

@@ -85,15 +85,11 @@ def _parts(stored: Stored, key: str, entry: Entry, count: int) -> Plan:
                 if beside is not None:
                     if beside.shape and (len(beside.chunks) != 1 or beside.shape[0] != chunk.shape[0]):
                         raise ValueError(f"{stored.folder} is damaged: {at(key + kind, chunk.offset)} is {tuple(beside.shape)}")
-                    plan[at(f"{key}.{first + number}{kind}", others)] = _slice_of(beside, number)
+                    if beside.shape:
+                        part = _slice(beside.chunks[0], number, (0,) * (len(beside.shape) - 1), beside.dtype)
+                        beside = Entry(beside.dtype, beside.shape[1:], (part,))
+                    plan[at(f"{key}.{first + number}{kind}", others)] = beside
     return plan | {f"{key}.{e}": Entry(entry.dtype, entry.shape[1:], tuple(of_expert)) for e, of_expert in enumerate(chunks)}
-
-
-def _slice_of(entry: Entry, number: int) -> Entry:
-    """Return the part of one expert of a tensor with a single chunk; all of a number."""
-    if not entry.shape:
-        return entry
-    return Entry(entry.dtype, entry.shape[1:], (_slice(entry.chunks[0], number, (0,) * (len(entry.shape) - 1), entry.dtype),))
 
 
 def _slice(chunk: Chunk, number: int, offset: Sequence[int], dtype: torch.dtype) -> Chunk:
@@ -122,15 +118,11 @@ def _whole(stored: Stored, whole: str, keys: Sequence[str]) -> Plan:
             for kind in _BESIDE:
                 beside = stored.tensors.get(at(key + kind, chunk.offset))
                 if beside is not None:
-                    plan[at(whole + kind, (e, *chunk.offset))] = _unsqueezed(beside)
+                    if beside.shape:
+                        parts = tuple(_stacked(part, 0) for part in beside.chunks)
+                        beside = Entry(beside.dtype, torch.Size([1, *beside.shape]), parts)
+                    plan[at(whole + kind, (e, *chunk.offset))] = beside
     return plan | {whole: Entry(first.dtype, torch.Size([len(keys), *first.shape]), tuple(chunks))}
-
-
-def _unsqueezed(entry: Entry) -> Entry:
-    """Return a tensor with a first dimension of 1; a number is returned unchanged."""
-    if not entry.shape:
-        return entry
-    return Entry(entry.dtype, torch.Size([1, *entry.shape]), tuple(_stacked(chunk, 0) for chunk in entry.chunks))
 
 
 def _stacked(chunk: Chunk, e: int) -> Chunk:
