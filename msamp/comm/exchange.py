@@ -150,7 +150,10 @@ class NCCLWire(FP32SumWire):
             return Reduced(flat, flat, scale_inv, flat, bucket.packed.tallies(flat))
         what, before = f"the gradients of {bucket}", flat[bucket.own]
         if not peers.nccl:
-            return Reduced(self._sum(peers.all_to_all(flat, bucket.sizes, what)), None, scale_inv, before)
+            total, *payloads = peers.all_to_all(flat, bucket.sizes, what)
+            for payload in payloads:
+                total = quantize(total.float() + payload.float(), 1.0, self.format)
+            return Reduced(total, None, scale_inv, before)
         if shard:
             return Reduced(self._saturate(peers.reduce_scatter(flat, bucket.sizes, what)), None, scale_inv, before)
         before = before.clone()
@@ -161,12 +164,6 @@ class NCCLWire(FP32SumWire):
     def _saturate(self, total: torch.Tensor) -> torch.Tensor:
         # NCCL's FP8 sum saturates; its FP16 sum becomes infinite (H200, NCCL 2.28), which would reach the weights.
         return total.clamp_(-self.format.max, self.format.max) if self.format.bytes > 1 else total
-
-    def _sum(self, received: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-        total = received[0]
-        for payload in received[1:]:
-            total = quantize(total.float() + payload.float(), 1.0, self.format)
-        return total
 
 
 def pack_scaled(g: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Tensor:

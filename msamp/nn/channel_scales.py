@@ -181,14 +181,7 @@ class AllChannels:
         for member in members:
             alike.setdefault((member.channels.features, member.fp_max), []).append(member)
         self._alike = alike
-        self._rows: dict[tuple[int, float], torch.Tensor] = {}
-
-    def _rows_of(self, key: tuple[int, float], device: torch.device) -> torch.Tensor:
-        """Return the rows of layers alike, int64. Cached, since creating the tensor is a host sync."""
-        rows = self._rows.get(key)
-        if rows is None or rows.device != device:
-            rows = self._rows[key] = torch.tensor([member.row for member in self._alike[key]], device=device)
-        return rows
+        self._rows: dict[tuple[int, float], torch.Tensor] = {}  # of layers alike, int64; kept, since creating the tensor is a host sync
 
     @torch.no_grad()
     def roll(self, tensor_scales: torch.Tensor, group: dist.ProcessGroup | None, recorded: torch.Tensor) -> None:
@@ -209,8 +202,10 @@ class AllChannels:
         for key, members in self._alike.items():
             layers = [member.channels for member in members]
             amax, peak, scale = (torch.stack(_buffers(layers, name)) for name in ("amax", "peak", "scale"))
+            if key not in self._rows or self._rows[key].device != amax.device:
+                self._rows[key] = torch.tensor([member.row for member in members], device=amax.device)
             highest = torch.maximum(torch.where(amax < float("inf"), amax, 0.0), peak * DECAY)
-            following = next_scales(highest, tensor_scales[self._rows_of(key, amax.device)].unsqueeze(-1), key[1])
+            following = next_scales(highest, tensor_scales[self._rows[key]].unsqueeze(-1), key[1])
             for name, values, last in (("peak", highest, peak), ("scale", following, scale)):
                 torch._foreach_copy_(_buffers(layers, name), list(torch.where(recorded, values, last).unbind()))
         torch._foreach_zero_(amaxes)

@@ -23,7 +23,11 @@ class AsBytes:
 
 def packed(state: dict[str, Any]) -> dict[str, Any]:
     """Return what `Optimizer.__getstate__` returned, with plain float8 tensors in the parameters' states as `AsBytes`."""
-    return {**state, "state": _each(state["state"], lambda x: AsBytes(x) if _is_float8(x) else x)}
+
+    def change(x: Any) -> Any:
+        return AsBytes(x) if type(x) is torch.Tensor and x.is_floating_point() and x.itemsize == 1 else x
+
+    return {**state, "state": _each(state["state"], change)}
 
 
 def unpacked(state: dict[str, Any]) -> dict[str, Any]:
@@ -34,10 +38,6 @@ def unpacked(state: dict[str, Any]) -> dict[str, Any]:
 def _each(states: Mapping[Any, Any], change: Any) -> Mapping[Any, Any]:
     changed = {key: {name: change(x) for name, x in own.items()} if isinstance(own, dict) else own for key, own in states.items()}
     return defaultdict(dict, changed) if isinstance(states, defaultdict) else changed
-
-
-def _is_float8(x: Any) -> bool:
-    return type(x) is torch.Tensor and x.is_floating_point() and x.itemsize == 1
 
 
 def _restored(payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -46,7 +46,12 @@ def follow_weight_(master: torch.Tensor, weight: torch.Tensor, whole: torch.Tens
     fmt, own = weight_format(weight), weight_format(master)
     last, of_weight = scale_inv(master), scale_inv(weight)
     factor = torch.ones((), device=weight.device, dtype=torch.float32) if of_weight is None else inverse(of_weight)
-    scale = None if last is None else _scale(inverse(last), whole, own.max)
+    scale = None
+    if last is not None:  # which is kept while it fits, so no bits change
+        current = inverse(last)
+        amax = grad_stats(None, [whole.detach()], squares=False)[0][0, 0]
+        new = scale_from_amax(2.0 * amax, own.max, current)  # twice: masters that are kept may exceed their weights
+        scale = torch.where((amax * current <= own.max) & (new <= _COARSER * current), current, new)
     stored, written = payload(master), payload(weight)
     length = weight.shape[0] if weight.dim() else 1
     rows = max(1, _CHUNK * length // max(1, weight.numel()))
@@ -91,13 +96,6 @@ def follow_weight_in_pair_(remainder: torch.Tensor, weight: torch.Tensor) -> Non
     kept = fits.flatten(1).all(1).view(-1, *[1] * (weight.dim() - 1)) if weight.dim() > 1 else fits
     stored = remainder.view(torch.uint8) if remainder.element_size() == 1 else remainder
     stored.copy_(torch.where(kept, stored, torch.zeros_like(stored)))
-
-
-def _scale(last: torch.Tensor, whole: torch.Tensor, largest: float) -> torch.Tensor:
-    """Return the scale of a master for the weight `whole`, FP32 0-dim. The last scale is kept while it fits, so no bits change."""
-    amax = grad_stats(None, [whole.detach()], squares=False)[0][0, 0]
-    new = scale_from_amax(2.0 * amax, largest, last)  # twice: masters that are kept may exceed their weights
-    return torch.where((amax * last <= largest) & (new <= _COARSER * last), last, new)
 
 
 def version_of(*tensors: torch.Tensor) -> tuple[int, ...]:

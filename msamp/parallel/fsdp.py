@@ -126,19 +126,15 @@ class FSDP:
         own: list[Holding] = []
         for whole in wholes:
             assert isinstance(whole.param, DTensor)
-            weight = self._weight(whole.param)
+            now = local(whole.param)
+            # Always the same object, although FSDP replaces its padded rows when a model is loaded.
+            weight = self._held.setdefault(whole.param, now)
+            if isinstance(weight, ScalingTensor) and weight is not now:
+                weight.payload, weight.scale_inv = now.payload, now.scale_inv
             if weight.numel():
                 rows = rows_of(whole.param, self.peers.rank)
                 own.append(Rows(whole.param, whole.group, whole.formats, whole.index, weight, rows, len(own), key=whole.key))
         return own
-
-    def _weight(self, p: torch.Tensor) -> torch.Tensor:
-        """Return this process's rows, always as the same object, although FSDP replaces its padded rows when a model is loaded."""
-        now = local(p)
-        held = self._held.setdefault(p, now)
-        if isinstance(held, ScalingTensor) and held is not now:
-            held.payload, held.scale_inv = now.payload, now.scale_inv
-        return held
 
     def ready(self, wholes: Sequence[Holding]) -> list[Holding]:
         grads = {whole.index: contiguous(local(whole.param.grad)) for whole in wholes if whole.param.grad is not None}

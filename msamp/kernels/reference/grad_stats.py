@@ -38,8 +38,12 @@ def grad_stats(
         0 <= those < 2^30. Meaningless if a value is not finite; int64 [0, 2] without `squares`.
     """
     device = gs[0].device if gs else torch.device("cpu")
-    stats = torch.stack([_amaxes(gs), _scale_invs(gs)]) if gs else torch.zeros(2, 0, dtype=torch.float32, device=device)
-    if not squares or not gs:
+    if not gs:
+        return torch.zeros(2, 0, dtype=torch.float32, device=device), torch.zeros(0, 2, dtype=torch.int64, device=device)
+    none = torch.zeros((), device=device, dtype=torch.float32)
+    scale_invs = torch.stack([g.scale_inv if isinstance(g, ScalingTensor) and g.numel() else none for g in gs])
+    stats = torch.stack([_amaxes(gs), scale_invs.nan_to_num(0.0, posinf=0.0)])
+    if not squares:
         return stats, torch.zeros(0, 2, dtype=torch.int64, device=device)
     if factors is None:
         one = torch.ones((), dtype=torch.float64, device=device)
@@ -71,11 +75,6 @@ def square_sum(x: torch.Tensor, factor: torch.Tensor, units: float) -> torch.Ten
     whole = squares.round()
     rest = squares.sub_(whole).mul_(2.0**30).round_()
     return torch.stack([whole.to(torch.int64).sum(), rest.to(torch.int64).sum()])
-
-
-def _scale_invs(gs: Sequence[torch.Tensor]) -> torch.Tensor:
-    none = torch.zeros((), device=gs[0].device, dtype=torch.float32)
-    return torch.stack([g.scale_inv if isinstance(g, ScalingTensor) and g.numel() else none for g in gs]).nan_to_num(0.0, posinf=0.0)
 
 
 def _amaxes(xs: Sequence[torch.Tensor]) -> torch.Tensor:
