@@ -10,7 +10,7 @@ rng/NUMBER/...                states of a rank's random generators
 """
 
 import datetime
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from megatron.lm.checkpoint import rng
 from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.checkpoint.files.versions import VERSION
 from megatron.lm.checkpoint.place import Place, names_of, places
-from megatron.lm.config import Config, ParallelConfig, PrecisionConfig, flag
+from megatron.lm.config import ParallelConfig, PrecisionConfig, flag
 from megatron.lm.config.cli import config_to_dict
 from megatron.lm.config.sections.parallel import AXES
 from megatron.lm.processes.grid import Ranks
@@ -44,15 +44,15 @@ def scale_key(key: str, offset: Sequence[int]) -> str:
     return at(f"{key}.scale_inv", offset)
 
 
-def description(config: Config, vocab_size: int, processes: int) -> dict[str, Any]:
-    """Return the non-tensor values as JSON types, before the first step."""
+def description(settings: Mapping[str, Any], vocab_size: int, processes: int) -> dict[str, Any]:
+    """Return the non-tensor values as JSON types, before the first step; `settings`: of the run, as `config_to_dict` returns them."""
     return {
         "version": VERSION,
         "torch": str(torch.__version__),
         "megatron_core": version("megatron-core"),
         "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "processes": processes,
-        "config": config_to_dict(config),
+        "config": settings,
         "fp8_attention": FIRST_TOKEN_APART,
         "vocab_size": vocab_size,
         "loss_scale": None,
@@ -63,7 +63,7 @@ def description(config: Config, vocab_size: int, processes: int) -> dict[str, An
 def info(training: Training) -> dict[str, Any]:
     """Return the non-tensor values as JSON types; waits for the last step."""
     scaler, without_states = training.loss_scaler, training.config.checkpoint.no_save_optim
-    return description(training.config, training.vocab_size, dist.get_world_size()) | {
+    return description(config_to_dict(training.config), training.vocab_size, dist.get_world_size()) | {
         "run": training.run.entry(),
         "loss_scale": scaler.state_dict() if scaler is not None and scaler.dynamic and not without_states else None,
         "iteration": training.iteration,

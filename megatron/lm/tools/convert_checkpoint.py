@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from megatron.lm.config import TOKENIZERS, Config, DataConfig
-from megatron.lm.config.cli import to_argv
+from megatron.lm.config.cli import config_to_dict, to_argv
 from megatron.lm.config.rules.data import SIZED
 from megatron.lm.hugging_face.folder import Tensors, check_finite, read_json, write_json, write_tensors
 from megatron.lm.shell import arguments, exit_codes
@@ -147,7 +147,7 @@ def import_hf(args: argparse.Namespace) -> str:
     size = None if data.tokenizer_type == "NullTokenizer" else tokenizer_files.build_tokenizer(data).vocab_size
     with new_folder(args.output) as folder:
         config, vocab_size, weights = from_hf(about, tensors, settings, size, args.make_vocab_size_divisible_by)
-        write_weights(folder, description(config, vocab_size, processes=1), weights)
+        write_weights(folder, description(config_to_dict(config), vocab_size, processes=1), weights)
     argv = to_argv(config)
     for own in ("--lr", "--micro-batch-size", "--train-iters", "--precision"):  # the run's, not the model's
         at = argv.index(own)

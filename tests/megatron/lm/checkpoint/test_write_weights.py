@@ -11,6 +11,7 @@ from helpers.checkpoints import LEVELS, MARKER
 from megatron.lm.checkpoint import CheckpointReader, save, write_weights
 from megatron.lm.checkpoint.content import description
 from megatron.lm.config import Config
+from megatron.lm.config.cli import config_to_dict
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def config(prefix: Path) -> Config:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weights_are_kept_as_they_are(tmp_path: Path, config: Config, weights: dict[str, Tensor], dtype: torch.dtype):
     given = {name: x.to(dtype) for name, x in weights.items()}
-    folder = write_weights(tmp_path / "new", description(config, tiny.VOCABULARY, 1), given)
+    folder = write_weights(tmp_path / "new", description(config_to_dict(config), tiny.VOCABULARY, 1), given)
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["iter_0000000", MARKER]
     saved = CheckpointReader(tmp_path / "new")
     assert saved.folder == folder
@@ -39,7 +40,7 @@ def test_weights_are_kept_as_they_are(tmp_path: Path, config: Config, weights: d
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_level_starts_from_them(prefix: Path, tmp_path: Path, config: Config, weights: dict[str, Tensor], level: str):
-    write_weights(tmp_path, description(config, tiny.VOCABULARY, 1), weights)
+    write_weights(tmp_path, description(config_to_dict(config), tiny.VOCABULARY, 1), weights)
     with tiny.trainer(tiny.config(prefix, precision=level, load=str(tmp_path), finetune=True)) as made:
         save(made.training, tmp_path / "taken")
     taken = CheckpointReader(tmp_path / "taken")
@@ -52,5 +53,5 @@ def test_every_level_starts_from_them(prefix: Path, tmp_path: Path, config: Conf
 def test_other_dtypes_are_refused_before_anything_is_written(tmp_path: Path, config: Config, dtype: torch.dtype):
     said = f"w is {dtype}; weights must be torch.float32, torch.bfloat16 or torch.float16"
     with pytest.raises(ValueError, match=said):
-        write_weights(tmp_path / "new", description(config, tiny.VOCABULARY, 1), {"w": torch.zeros(2).to(dtype)})
+        write_weights(tmp_path / "new", description(config_to_dict(config), tiny.VOCABULARY, 1), {"w": torch.zeros(2).to(dtype)})
     assert not (tmp_path / "new").exists()
