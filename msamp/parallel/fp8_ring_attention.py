@@ -75,8 +75,10 @@ class FP8OverRanks(FP8Attention):
 
     def first_scales(self, measure: Callable[[], torch.Tensor], fp_max: float) -> torch.Tensor | None:
         """Return just-in-time scales, FP32 [k], from the largest of all ranks' amaxes."""
-        amaxes = self.peers.all_reduce(measure().clone(), dist.ReduceOp.MAX, "amaxes of attention", KIND, "amaxes all-reduce")
-        return ops.scale_from_amax(amaxes, fp_max, None, 1.0)
+        return ops.scale_from_amax(self._agree(measure()), fp_max, None, 1.0)
+
+    def _agree(self, amaxes: torch.Tensor) -> torch.Tensor:
+        return self.peers.all_reduce(amaxes.clone(), dist.ReduceOp.MAX, "amaxes of attention", KIND, "amaxes all-reduce")
 
     def _of_all(self, sink: torch.Tensor, tokens: int, what: str) -> torch.Tensor:
         """Return the first token of rank 0 and the mean over the tokens of all ranks but the first, in place."""
