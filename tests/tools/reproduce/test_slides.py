@@ -1,6 +1,5 @@
 """The slides' entries that take seconds."""
 
-from datetime import date
 from pathlib import Path
 
 import pytest
@@ -40,35 +39,47 @@ def test_the_list_has_no_row_without_a_result_or_a_reason(tmp_path, capsys):
     assert [line.partition(":")[0] for line in lines[::3]] == list(ENTRIES)
     assert len(lines) == 3 * len(ENTRIES)
     for (name, one), sizes, state in zip(ENTRIES.items(), lines[1::3], lines[2::3], strict=True):
-        assert state.strip() == "no result yet", name
+        assert "results: toy: 0 of " in state or " 0 of" in state, name
         assert all(f"{size} ({needs})" in sizes for size, needs in one.sizes.items())
 
 
 def test_a_toy_is_kept_told_and_listed(tmp_path, capsys):
     assert reproduce.main(["collage-table1", "--size", "toy", "--out", str(tmp_path), "--commit", "abc1234"]) == 0
     told = capsys.readouterr().out
-    assert "beta2 0.99, first component: 0.988281  (paper: 0.9893)" in told
+    assert "| beta2 0.99, first component | 0.9883 | 0.9893 |" in told
     assert (tmp_path / "collage-table1.csv").is_file()
     assert reproduce.main(["--list", "--out", str(tmp_path)]) == 0
-    assert "toy done" in capsys.readouterr().out
+    assert "toy: 1 of 1 pieces" in capsys.readouterr().out
 
 
-def test_the_list_says_how_old_results_are_and_how_far_losses_are_apart(tmp_path):
+def test_a_command_that_a_page_prints_compares_what_is_stored_and_runs_nothing(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(keep, "run", lambda *given: pytest.fail("it runs"))
+    for name, one in ENTRIES.items():
+        size, rows = keep.largest(one, keep.read(reproduce.ROOT / keep.RESULTS / f"{name}.csv"))
+        if size:
+            assert reproduce.main(rows[0]["command"].split()[3:]) == 0
+            told = capsys.readouterr().out
+            assert f"\nVerdict: {one.verdict}.\n" in told, name
+            assert f"python -m tools.reproduce {name} --size {size}`, with" in " ".join(told.split()), name
+
+
+def test_the_list_says_when_results_were_measured_and_how_far_losses_are_apart(tmp_path):
     rows = [
         {
             "quantity": f"{run} at 125M: validation loss",
             "ours": f"{loss + 0.01 * seed}",
             "seed": str(seed),
             "date": f"2026-11-2{seed}",
-            "commit": commit,
+            "gpu": "NVIDIA H200",
         }
         for run, loss in (("bf16", 5.0), ("O3", 5.01))
-        for seed, commit in ((1, "abc1234"), (2, "abc1235?"))
+        for seed in (1, 2)
     ]
     empty = dict.fromkeys(keep.COLUMNS, "") | {"size": "kept", "piece": "whole"}
     keep.write(tmp_path / "fp8lm-figure4.csv", [empty | row for row in rows])
-    lines = "\n".join(reproduce.listing(tmp_path, date(2026, 11, 30)))
-    assert "kept: measured 2026-11-21 to 2026-11-22 (9 days ago), commit abc1234, abc1235?, not all of them in the history" in lines
+    lines = "\n".join(reproduce.listing(tmp_path))
+    assert "kept: H200, 2026-11-21 to 2026-11-22" in lines
     assert "O3 at 125M against bf16 at 125M: +0.0100 nats per token, +0.20 % (95 % interval" in lines
 
 
