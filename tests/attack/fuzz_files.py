@@ -121,7 +121,7 @@ def _evaluated(draw: random.Random, material: Path, box: Path) -> list[Command]:
         file.write_text(json.dumps(odd.twisted(content, draw) if draw.random() < 0.5 else content))
     else:
         file.write_bytes(odd.damaged(file.read_bytes(), draw))
-    return [Command("evaluate", evaluate.main, ["perplexity", "--load", "toy", "--text", "text.txt", "--output", "o/results.json"])]
+    return [Command("evaluate", evaluate.main, ["toy", "--text", "text.txt", "--output", "o/results.json"])]
 
 
 def _dataset(draw: random.Random, material: Path, box: Path) -> list[Command]:
@@ -195,7 +195,7 @@ def _log(draw: random.Random, material: Path, box: Path) -> list[Command]:
         text = ("\n".join(lines) + "\n").encode("utf-8", "surrogatepass")
         (box / name).write_bytes(odd.damaged(text, draw) if draw.random() < 0.1 else text)
     commands = [
-        Command("loss_compare", loss_compare.main, ["--base", "a=metrics.jsonl", "--other", "b=metrics.jsonl", "--max-rel", "0.1"]),
+        Command("loss_compare", loss_compare.main, ["a=metrics.jsonl", "b=metrics.jsonl", "--max-rel", "0.1"]),
         Command("inspect_scales", inspect_scales.main, ["precision.jsonl"]),
     ]
     if draw.random() < 0.15:  # pictures take seconds
@@ -203,7 +203,7 @@ def _log(draw: random.Random, material: Path, box: Path) -> list[Command]:
             Command(
                 "report",
                 report.main,
-                ["--run", "a=metrics.jsonl", "--meta", "meta.json", "--out", "o/r"],
+                ["a=metrics.jsonl", "--meta", "meta.json", "--out", "o/r"],
             )
         )
     return commands

@@ -48,7 +48,13 @@ def usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
     return "\n".join(
-        ["usage: msamp [--help] [--version] COMMAND ...", "", *lines, "", "msamp COMMAND --help shows the flags of a command."]
+        [
+            "usage: msamp [--help] [--version] COMMAND ...",
+            "",
+            *lines,
+            "",
+            "msamp COMMAND --help shows the flags of a command; msamp quickstart is the first to try.",
+        ]
     )
 
 
@@ -74,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, 1)
         meant = f"did you mean {close[0]}? " if close else ""
-        return refuse(f"msamp has no command {name!r}: {meant}Choose one of {', '.join(COMMANDS)}")
+        return refuse(f"msamp has no command {name!r}: {meant}msamp --help lists {', '.join(COMMANDS)}")
     sys.argv[0] = f"msamp {name}"  # argparse's name of the program
     try:
         module = importlib.import_module(COMMANDS[name].module)

@@ -230,7 +230,7 @@ class _Parser(argparse.ArgumentParser):
     """Argument parser whose errors omit the usage text, which would fill two screens."""
 
     def error(self, message: str) -> NoReturn:
-        report(f"{self.prog}: error: {message} (--help lists the flags)", message)
+        report(f"{self.prog}: error: {message} ({self.prog} --help lists the flags)", message)
         self.exit(2)
 
     def format_help(self) -> str:

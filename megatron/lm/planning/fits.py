@@ -146,10 +146,11 @@ def report(config: Config, world_size: int) -> str:
     whole = parameter_count(config.model, vocabulary(config))
     active = active_parameter_count(config.model, vocabulary(config))
     of_experts = f", {active:,} active per token" if active < whole else ""
+    assumed = f" ({'GPT-2' if config.model.vocab_size is None else 'of the preset or --vocab-size'}; there is no tokenizer)"
     size = (
         f"parameters: {whole:,}{of_experts}; per process {few:,}"
         + (f" to {many:,}" if many > few else "")
-        + f"; vocabulary {vocabulary(config):,}"
+        + f"; vocabulary {vocabulary(config):,}{assumed if config.data.tokenizer_type is None else ''}"
     )
     columns = ("weight", *ranks[0].states, "gradient", "accumulated", "activations", "total")
     table = [f"{'GiB per process, ' + config.precision.name:<34}" + "".join(f"{name:>12}" for name in columns)]

@@ -99,8 +99,7 @@ class Rates:
     @property
     def note(self) -> str:
         """Return a line on the source of the rates."""
-        commits = ", ".join(sorted({row.commit for row in self.rows if row.commit}))
-        rows = f"{len(self.rows)} rates measured on {self.rows[0].gpu}, commits {commits}"
+        rows = f"{len(self.rows)} rates measured on {self.rows[0].gpu}"
         if not self.scaled:
             return f"{rows}; links between hosts: not measured"
         return (

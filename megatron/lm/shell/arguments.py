@@ -15,7 +15,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**({"formatter_class": argparse.RawDescriptionHelpFormatter} | kwargs))
 
     def error(self, message: str) -> NoReturn:
-        report(f"error: {message} (--help lists the flags)", message)
+        report(f"error: {message} ({self.prog} --help lists the flags)", message)
         self.exit(2)
 
 

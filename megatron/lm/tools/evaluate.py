@@ -1,8 +1,8 @@
 """Evaluate trained models by the bits per byte of a text. One table compares several models.
 
-    msamp evaluate perplexity --load runs/quickstart/O0/checkpoint runs/quickstart/O2/checkpoint --text held_out.txt
+    msamp evaluate runs/quickstart/O0/checkpoint runs/quickstart/O2/checkpoint --text held_out.txt
 
-- --load takes the trainer's checkpoints and folders of Hugging Face (to-hf and export-fp8 of convert_checkpoint), any number of them.
+- A model is the trainer's checkpoint or a folder of Hugging Face (as `msamp convert to-hf` and export-fp8 write), any number of them.
 - Hugging Face folders need transformers: pip install -e '.[eval]'.
 - Tasks run in lm-eval itself, on an export to Hugging Face (docs/guide/evaluation.md).
 """
@@ -41,16 +41,16 @@ def print_perplexity(args: argparse.Namespace) -> None:
     for path in args.text:
         if not path.is_file() or path.suffix not in (".txt", ".jsonl", ".json"):
             raise ValueError(f"--text {path} is not a .txt, .jsonl or .json file: give text, or one JSON object per line")
-    names = [str(load) for load in args.load]
+    names = [str(model) for model in args.models]
     if len(set(names)) < len(names):
-        raise ValueError(f"--load {' '.join(names)}: a model is listed twice")
+        raise ValueError(f"{' '.join(names)}: a model is listed twice")
     results: dict[str, dict[str, Any]] = {}
     with Progress(f"loading {names[0]}") as progress:
 
         def advance(tokens: int) -> None:
             progress.done += tokens
 
-        for load in args.load:
+        for load in args.models:
             progress.begin(f"loading {load}")
             with opened(load) as model:
                 print(f"{load}: {', '.join(f'{key} {value}' for key, value in model.about.items())}", file=sys.stderr, flush=True)
@@ -69,25 +69,20 @@ def print_perplexity(args: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = arguments.Parser(description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=arguments.Parser)
-    text = commands.add_parser("perplexity", help="bits per byte and perplexity of texts", description="Measure bits per byte of texts.")
-    text.add_argument("--load", nargs="+", required=True, type=arguments.path, metavar="FOLDER", help="checkpoints, Hugging Face folders")
-    text.add_argument("--batch-size", type=arguments.count(1, 65536), default=8, help="sequences per batch (default: %(default)s)")
-    text.add_argument("--output", type=arguments.output_file, metavar="FILE", help="results as JSON")
-    text.add_argument("--text", nargs="+", required=True, type=arguments.path, metavar="FILE", help=".txt, or .jsonl with objects")
-    text.add_argument("--json-key", type=arguments.name, default="text", help="member that contains the text (default: %(default)s)")
-    text.add_argument("--window", type=arguments.count(1), help="tokens of context (default: the model's sequence length)")
-    text.add_argument("--stride", type=arguments.count(1), help="tokens by which the window advances (default: half the window)")
+    parser.add_argument("models", nargs="+", type=arguments.path, metavar="FOLDER", help="checkpoints, Hugging Face folders")
+    parser.add_argument("--batch-size", type=arguments.count(1, 65536), default=8, help="sequences per batch (default: %(default)s)")
+    parser.add_argument("--output", type=arguments.output_file, metavar="FILE", help="results as JSON")
+    parser.add_argument("--text", nargs="+", required=True, type=arguments.path, metavar="FILE", help=".txt, or .jsonl with objects")
+    parser.add_argument("--json-key", type=arguments.name, default="text", help="member that contains the text (default: %(default)s)")
+    parser.add_argument("--window", type=arguments.count(1), help="tokens of context (default: the model's sequence length)")
+    parser.add_argument("--stride", type=arguments.count(1), help="tokens by which the window advances (default: half the window)")
     return parser
 
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; for its exit codes see `megatron.lm.shell.exit_codes`."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    if words[:1] == ["tasks"]:
-        raise ValueError("tasks run on an export: msamp convert to-hf, then lm_eval --model hf (docs/guide/evaluation.md)")
-    print_perplexity(_parser().parse_args(words))
+    print_perplexity(_parser().parse_args(argv))
 
 
 if __name__ == "__main__":

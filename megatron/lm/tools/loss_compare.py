@@ -1,16 +1,16 @@
 """Compare the losses of training runs, from their metrics files.
 
-    msamp compare --base O0=runs/a/metrics.jsonl --other O2=runs/b/metrics.jsonl --max-rel 0.01
-    msamp compare --base O0=runs/O0_1/metrics.jsonl O0=runs/O0_2/metrics.jsonl \\
-        --other O2=runs/O2_1/metrics.jsonl O2=runs/O2_2/metrics.jsonl --seeds 1 2
+    msamp compare O0=runs/a/metrics.jsonl O2=runs/b/metrics.jsonl --max-rel 0.01
+    msamp compare O0=runs/O0_1/metrics.jsonl O0=runs/O0_2/metrics.jsonl O2=runs/O2_1/metrics.jsonl O2=runs/O2_2/metrics.jsonl --seeds 1 2
 
-Runs are paired by seed in the order given. The tool prints the final losses of each pair, then their mean difference, its 95 % interval and
-a verdict (`paired_difference.py`). A run without evaluations is judged by its final smoothed training loss. With --max-rel the exit code is
-1 if the final losses of a pair differ by more than that; of several pairs, unless the whole interval lies within it.
+The name that comes first is what the other is compared with. Runs of a name are a group, and their runs are paired by seed in the order
+given. The tool prints the final losses of each pair, then their mean difference, its 95 % interval and a verdict
+(`paired_difference.py`). A run without evaluations is judged by its final smoothed training loss. With --max-rel the exit code is 1 if
+the final losses of a pair differ by more than that; of several pairs, unless the whole interval lies within it.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron.lm.evaluation.paired_difference import EFFECT, HOLDS, paired_difference
@@ -41,20 +41,18 @@ def final_losses(base: Run, other: Run, window: int) -> tuple[float, float, str]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; exit code 1 if --max-rel is exceeded or a loss is not finite, otherwise as in `megatron.lm.shell.exit_codes`."""
     parser = arguments.Parser(description=__doc__)
-    parser.add_argument(
-        "--base", type=named_path, required=True, nargs="+", metavar="NAME=METRICS", help="the run, or group of runs, to compare with"
-    )
-    parser.add_argument(
-        "--other", type=named_path, required=True, nargs="+", metavar="NAME=METRICS", help="the run, or group of runs, to judge"
-    )
+    parser.add_argument("runs", type=named_path, nargs="+", metavar="NAME=METRICS", help="runs of two names, the baseline's first")
     parser.add_argument("--seeds", type=int, nargs="+", metavar="SEED", help="seeds of a group's runs, in their order (default: 1, 2, ...)")
     parser.add_argument("--max-rel", type=float, help="largest accepted relative difference of the final loss, such as 0.01")
     parser.add_argument("--window", type=arguments.count(1), default=3, help="logged lines averaged by smoothing (default: %(default)s)")
     args = parser.parse_args(argv)
     if args.max_rel is not None and not args.max_rel >= 0:
         raise ValueError(f"--max-rel {args.max_rel} must be 0 or more")
-    seeds = _seeds(args.base, args.other, args.seeds)
-    bases, others = ([read_run(*named) for named in group] for group in (args.base, args.other))
+    groups: dict[str, list[tuple[str, Path]]] = {}
+    for name, file in args.runs:
+        groups.setdefault(name, []).append((name, file))
+    seeds = _seeds(groups, args.seeds)
+    bases, others = ([read_run(*named) for named in group] for group in groups.values())
     finals = {seed: final_losses(base, other, args.window) for seed, base, other in zip(seeds, bases, others, strict=True)}
     ends = {kind: seed for seed, (_, _, kind) in finals.items()}
     if len(ends) > 1:
@@ -74,17 +72,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(not held)
 
 
-def _seeds(base: Sequence[tuple[str, Path]], other: Sequence[tuple[str, Path]], given: Sequence[int] | None) -> list[int]:
+def _seeds(groups: Mapping[str, Sequence[object]], given: Sequence[int] | None) -> list[int]:
     """Return the seeds of the pairs; ValueError if runs or seeds do not pair."""
-    if len(base) != len(other):
-        raise ValueError(f"--base has {len(base)} runs and --other {len(other)}: give the same number of each, in the order of their seeds")
-    for flag, group in (("--base", base), ("--other", other)):
-        names = sorted({name for name, _ in group})
-        if len(names) > 1:
-            raise ValueError(f"{flag} has runs of {' and '.join(names)}: give the runs of a group one name")
+    counts = [f"{len(group)} of {name}" for name, group in groups.items()]
+    if len(groups) != 2 or len({len(group) for group in groups.values()}) > 1:
+        raise ValueError(f"the runs are {', '.join(counts)}: give runs of two names, as many of each, in the order of their seeds")
+    base = next(iter(groups.values()))
     seeds = list(given or range(1, len(base) + 1))
     if len(seeds) != len(base) or len(set(seeds)) != len(seeds):
-        raise ValueError(f"--seeds {' '.join(map(str, seeds))}: give {len(base)} different seeds, one per run of --base")
+        raise ValueError(f"--seeds {' '.join(map(str, seeds))}: give {len(base)} different seeds, one per run of a name")
     return seeds
 
 

@@ -148,7 +148,7 @@ def flags_of(model: str, precision: str, seq_length: int, parallel: ParallelConf
 def table(grids: Sequence[dict[str, Any]]) -> list[str]:
     """Return a line per grid."""
     left, right = f"{'TP x PP x DP':<20}{'micro-batch':>12}{'chunk':>7}  {'recomputed':<24}", f"{'ms/step':>12}{'tokens/s/GPU':>14}"
-    lines = [f"{left}{'GiB':>7}{right}{'MFU %':>8}"]
+    lines = [f"{left}{'GiB':>7}{right}{'MFU, BF16':>11}{'MFU, FP8':>10}"]
     for planned in grids:
         grid = f"{planned['tensor']} x {planned['pipeline']} x {planned['data']}"
         grid += f", CP {planned['context']} {planned['context_comm']}" if planned["context"] > 1 else ""
@@ -157,7 +157,7 @@ def table(grids: Sequence[dict[str, Any]]) -> list[str]:
         lines.append(
             f"{grid:<20}{batch:>12}{chunk:>7}  "
             f"{planned['recompute']:<24}{planned['memory_bytes'] / 2**30:>7.1f}{1e3 * planned['step_seconds']:>12.1f}"
-            f"{planned['tokens_s_gpu']:>14,.0f}{100 * planned['mfu'][0]:>8.1f}"
+            f"{planned['tokens_s_gpu']:>14,.0f}{planned['mfu'][0]:>11.1%}{planned['mfu'][1]:>10.1%}"
         )
     return lines
 
@@ -206,15 +206,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         "sequence_length": config.model.seq_length,
         "global_batch_size": config.global_batch_size(options.gpus),
         "rates": rates.note,
+        "commits": sorted({row.commit for row in rates.rows if row.commit}),
     }
     if options.json:
         print(json.dumps(head | {"grids": plans}, indent=1))
         return 0
     tokens = head["global_batch_size"] * config.model.seq_length
     print(
-        f"{options.model}, {config.precision.name}, {options.gpus} x {rates.gpu.name} of {memory / GIB:.0f} GiB, {tokens:,} tokens per step"
+        f"{options.model}, {config.precision.name}, {options.gpus} x {rates.gpu.name} of {memory / GIB:.0f} GiB, {tokens:,} tokens per step, "
+        f"by the rates of an {rates.rows[0].gpu.removeprefix('NVIDIA ')}"
     )
     print("\n".join(table(plans)))
+    print("MFU: share of the peaks, dense {:,.0f} TFLOP/s in BF16 and {:,.0f} in FP8".format(*rates.gpu.peaks))
     print("\nthe first grid")
     print("\n".join(details(plans[0])))
     print(f"flags: {plans[0]['flags']}")

@@ -1,6 +1,6 @@
 """Write one page about one or several training runs, from their metrics files.
 
-    msamp report --run O0=a/metrics.jsonl --run O2=b/metrics.jsonl --out report
+    msamp report O0=a/metrics.jsonl O2=b/metrics.jsonl --out report
 
 writes report.html with its plot embedded, the plot as loss.png, and the loss curves as curves.csv.
 """
@@ -324,14 +324,14 @@ def _cell(value: float | None, digits: int) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; for its exit codes see `megatron.lm.shell.exit_codes`."""
     parser = arguments.Parser(description=__doc__)
-    parser.add_argument("--run", type=named_path, action="append", required=True, metavar="NAME=METRICS", help="a run; repeat the flag")
+    parser.add_argument("runs", type=named_path, nargs="+", metavar="NAME=METRICS", help="runs")
     parser.add_argument("--meta", type=arguments.path, help="meta.json of the data, for its unigram entropy")
     parser.add_argument("--window", type=arguments.count(1), default=3, help="logged lines averaged by smoothing (default: %(default)s)")
     parser.add_argument("--out", type=arguments.path, required=True, help="folder to write into")
     args = parser.parse_args(argv)
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("plots require matplotlib: pip install matplotlib")
-    runs = [read_run(name, path) for name, path in args.run]
+    runs = [read_run(name, path) for name, path in args.runs]
     meta = read_meta(args.meta) if args.meta else None
     page = write_report(runs, args.out, meta=meta, window=args.window)
     print(*summary(runs, (meta or {}).get("unigram_entropy_nats")), f"report: {page}", sep="\n")

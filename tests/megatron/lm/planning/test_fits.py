@@ -88,7 +88,7 @@ def test_the_report_names_grid_batch_parameters_and_the_fullest_rank():
     for part in (
         "128 processes = TP 8 x PP 4 x DP 4, sequence parallel, ZeRO",
         "512 sequences = 1,048,576 tokens, 128 x 1 per process; 38,147 iterations = 40.0B tokens",
-        "174,590,681,088; per process 5,437,845,504 to 5,516,513,280; vocabulary 51,200",
+        "174,590,681,088; per process 5,437,845,504 to 5,516,513,280; vocabulary 51,200 (GPT-2; there is no tokenizer)",
         "fullest: stage 0",
         "least: stage 3",
     ):

@@ -59,6 +59,6 @@ def test_from_text_to_text(name: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert next(row for row in whole if row["kind"] == "valid")["bits_per_byte"] > 0
     (tmp_path / "held.txt").write_text(SPEECH[:200])
     capsys.readouterr()
-    assert evaluate.main(["perplexity", "--load", str(saved), "--text", str(tmp_path / "held.txt")]) == 0
+    assert evaluate.main([str(saved), "--text", str(tmp_path / "held.txt")]) == 0
     assert "| text | bits_per_byte |" in capsys.readouterr().out
     process_groups.shutdown()

@@ -40,7 +40,7 @@ def test_runs_of_unequal_length_are_refused():
 
 @pytest.mark.parametrize(("loss", "code"), [(3.02, 0), (2.98, 0), (3.04, 1), (2.96, 1), (None, 1)])
 def test_exit_code_tells_whether_the_limit_holds(metrics, capsys, loss, code):
-    arguments = ["--base", metrics("O0", [4.0], [3.0]), "--other", metrics("O2", [4.0], [loss])]
+    arguments = [metrics("O0", [4.0], [3.0]), metrics("O2", [4.0], [loss])]
     assert loss_compare.main([*arguments, "--max-rel", "0.01"]) == code
     assert loss_compare.main(arguments) == 0
     assert "final loss: validation, iteration 10" in capsys.readouterr().out
@@ -51,12 +51,12 @@ def groups(metrics):
     def write(base, other):
         bases = [metrics(f"base{seed}", [4.0], [loss]).replace(f"base{seed}=", "O0=") for seed, loss in enumerate(base)]
         others = [metrics(f"other{seed}", [4.0], [loss]).replace(f"other{seed}=", "O2=") for seed, loss in enumerate(other)]
-        return ["--base", *bases, "--other", *others]
+        return [*bases, *others]
 
     return write
 
 
-@pytest.mark.promise("Tools", "`loss_compare` pairs runs by seed and prints mean, 95 % interval and verdict.")
+@pytest.mark.promise("Tools", "`msamp compare` pairs runs by seed and prints mean, 95 % interval and verdict.")
 def test_groups_of_runs_are_paired_by_seed(groups, capsys):
     arguments = groups([3.00, 3.10, 2.90], [3.003, 3.103, 2.903])
     assert loss_compare.main([*arguments, "--seeds", "7", "8", "9"]) == 0
@@ -80,7 +80,7 @@ def test_a_wide_interval_is_too_small_to_say_and_fails_a_limit(groups, capsys):
 @pytest.mark.parametrize(
     ("base", "other", "more", "told"),
     [
-        ([3.0, 3.1], [3.0], [], "--base has 2 runs and --other 1: give the same number of each"),
+        ([3.0, 3.1], [3.0], [], "the runs are 2 of O0, 1 of O2: give runs of two names, as many of each"),
         ([3.0, 3.1], [3.0, 3.1], ["--seeds", "1"], "--seeds 1: give 2 different seeds"),
         ([3.0, 3.1], [3.0, 3.1], ["--seeds", "1", "1"], "--seeds 1 1: give 2 different seeds"),
     ],

@@ -76,7 +76,7 @@ def test_a_loss_that_is_not_finite_is_a_gap_and_is_said(tmp_path, capsys):
     good = write(tmp_path / "a", [train_line(i, 5.0) for i in (1, 2)] + [valid_line(2, 5.0)])
     lines = [train_line(1, 5.0, memory_gib=None, tokens_per_s=None), train_line(2, None), valid_line(2, 5.0) | {"loss": None, "ppl": None}]
     dead = write(tmp_path / "b", lines)
-    assert report.main(["--run", f"a={good}", "--run", f"b={dead}", "--out", str(tmp_path / "out")]) == 0
+    assert report.main([f"a={good}", f"b={dead}", "--out", str(tmp_path / "out")]) == 0
     assert "validation loss: a 5.0000, b not finite" in capsys.readouterr().out
     assert (tmp_path / "out" / "loss.png").is_file()
 
@@ -89,7 +89,7 @@ def test_a_loss_of_zero_divides_nothing():
 @pytest.mark.parametrize("text", ["{", "[1]", '{"unigram_entropy_nats": "3"}', '{"unigram_entropy_nats": 0}'])
 def test_a_bad_meta_is_refused_and_leaves_nothing(tmp_path, files, capsys, text):
     (tmp_path / "meta.json").write_text(text)
-    flags = ["--run", f"O0={files['O0']}", "--meta", str(tmp_path / "meta.json"), "--out", str(tmp_path / "o" / "out")]
+    flags = [f"O0={files['O0']}", "--meta", str(tmp_path / "meta.json"), "--out", str(tmp_path / "o" / "out")]
     assert report.main(flags) == 2
     assert "give the meta.json that msamp prepare-text writes" in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
@@ -124,7 +124,7 @@ def test_differences_are_relative_and_over_common_iterations():
 def test_page_stands_alone(files, tmp_path, capsys):
     meta = tmp_path / "meta.json"
     meta.write_text('{"unigram_entropy_nats": 6.6}')
-    arguments = ["--run", f"O0={files['O0']}", "--run", f"O2={files['O2']}", "--meta", str(meta)]
+    arguments = [f"O0={files['O0']}", f"O2={files['O2']}", "--meta", str(meta)]
     assert report.main([*arguments, "--out", str(tmp_path / "out")]) == 0
     page = (tmp_path / "out/report.html").read_text()
     picture = (tmp_path / "out" / "loss.png").read_bytes()
