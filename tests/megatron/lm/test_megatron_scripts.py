@@ -205,7 +205,7 @@ def test_a_script_trains_three_steps_at_toy_size(
 
 def lines_of(error: str) -> dict[str, str]:
     """Map each refused flag, with its value, to the reason; check that the message counts several and ends with a pointer to --help."""
-    first, *lines = error.removesuffix(" (--help lists the flags)\n").split("\n- ")
+    first, *lines = error.removesuffix(" (msamp pretrain --help lists the flags)\n").split("\n- ")
     if not lines:
         flag, reason = first.removeprefix("msamp pretrain: error: ").split(": ", 1)
         return {flag: reason}

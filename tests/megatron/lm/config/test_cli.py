@@ -54,7 +54,7 @@ def test_round_trips():
         (["--preset", "6b"], ["--preset", "'6b'", "7b", "175b"]),
         (["--num-layers", "two"], ["--num-layers", "'two'", "int"]),
         (["--num-layer", "2"], ["unknown flag --num-layer", "did you mean --num-layers?"]),
-        (["--max-lr=3"], ["unknown flag --max-lr (--help lists the flags)"]),
+        (["--max-lr=3"], ["unknown flag --max-lr (msamp pretrain --help lists the flags)"]),
         ([*REQUIRED, "stray"], ["unrecognized arguments: stray"]),
         (["--no-swiglu"], ["unknown flag --no-swiglu"]),
     ],

@@ -82,7 +82,7 @@ BUG = r"error: this is a bug of the program, please report it \(KeyError: 'grad'
         (["both"], 2, r"error( on rank 1)?: --lr 0: give more \(seen on GPU [01]\)\n"),
         (["second"], 2, r"error on rank 1: shard 1 is damaged: restore it\n"),
         pytest.param(
-            [], 2, r"error: the following arguments are required: kind \(--help lists the flags\)\n", marks=pytest.mark.nightly(8)
+            [], 2, r"error: the following arguments are required: kind \(fails.py --help lists the flags\)\n", marks=pytest.mark.nightly(8)
         ),
         pytest.param(["bug"], 1, BUG, marks=pytest.mark.nightly(8)),
         pytest.param(["killed"], 137, r"error: rank 0 was ended by SIGKILL; its own message, .*\n", marks=pytest.mark.nightly(8)),
