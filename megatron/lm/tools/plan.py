@@ -213,8 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     tokens = head["global_batch_size"] * config.model.seq_length
     print(
-        f"{options.model}, {config.precision.name}, {options.gpus} x {rates.gpu.name} of {memory / GIB:.0f} GiB, {tokens:,} tokens per step, "
-        f"by the rates of an {rates.rows[0].gpu.removeprefix('NVIDIA ')}"
+        f"{options.model}, {config.precision.name}, {options.gpus} x {rates.gpu.name} of {memory / GIB:.0f} GiB, "
+        f"{tokens:,} tokens per step, by the rates of an {rates.rows[0].gpu.removeprefix('NVIDIA ')}"
     )
     print("\n".join(table(plans)))
     print("MFU: share of the peaks, dense {:,.0f} TFLOP/s in BF16 and {:,.0f} in FP8".format(*rates.gpu.peaks))
