@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import texts
+from helpers import refusals, texts
 from megatron.lm.tools import convert_checkpoint, evaluate
 
 
@@ -22,11 +22,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(capsys, *words: object) -> tuple[int, str, str]:
-    try:
-        code = evaluate.main([str(word) for word in words])
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    return code, *capsys.readouterr()
+    return refusals.code(evaluate.main, [str(word) for word in words]), *capsys.readouterr()
 
 
 def test_several_models_stand_beside_each_other(made: Path, tmp_path: Path, capsys):
