@@ -1,5 +1,8 @@
 """Hugging Face accelerate with the optimizer of `msamp.initialize`: one process and several agree, what it clips, what it saves."""
 
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from helpers import dist, hosts
 from msamp.numerics.tensor import ScalingTensor
 
 accelerate = hosts.need("accelerate")
+ROOT = Path(__file__).resolve().parents[3]
 ROWS = torch.randn(32, 32, generator=torch.Generator().manual_seed(3))
 MICRO_BATCHES = 2
 
@@ -125,6 +129,29 @@ def test_accelerates_backend_for_ms_amp_is_refused_in_our_words(how: str, monkey
     settings = {"kwargs_handlers": [accelerate.utils.MSAMPRecipeKwargs(opt_level="O2")]} if how == "handler" else {}
     with pytest.raises(ValueError, match=r"Microsoft's MS-AMP.*mixed_precision.*recipe='O2'"):
         made.check() if how == "Trainer" else Accelerator(cpu=True, **settings)
+
+
+@pytest.mark.parametrize("torchao", [False, True])
+def test_a_launch_configured_for_ms_amp_ends_in_the_words_that_the_guide_names(torchao: bool, tmp_path: Path):
+    """Without a package of FP8 the launcher itself ends before the script starts; with one, `import msamp` and our Accelerator speak."""
+    if torchao:
+        (tmp_path / "torchao").mkdir()
+        (tmp_path / "torchao/__init__.py").touch()
+        (tmp_path / "torchao-0.16.0.dist-info").mkdir()
+        (tmp_path / "torchao-0.16.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: torchao\nVersion: 0.16.0\n")
+    (tmp_path / "fp8.yaml").write_text(
+        "distributed_type: 'NO'\nfp8_config:\n  backend: MSAMP\n  opt_level: O2\nmixed_precision: fp8\nnum_processes: 1\nuse_cpu: true\n"
+    )
+    (tmp_path / "loop.py").write_text("from msamp.integrations.accelerate import Accelerator\n\nAccelerator(recipe='O2')\n")
+    line = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "fp8.yaml", "loop.py"]
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode
+    guide = " ".join((ROOT / "docs/guide/moving.md").read_text().split())
+    assert '"FP8 is not available on this machine"' in guide
+    assert ("RuntimeError: FP8 is not available on this machine" in done.stderr) == (not torchao)
+    assert ("UserWarning: accelerate's fp8_backend MSAMP" in done.stderr) == torchao
+    assert ("ValueError: accelerate's fp8_backend MSAMP and its MSAMPRecipeKwargs are for Microsoft's" in done.stderr) == torchao
 
 
 def test_fp8_of_accelerate_is_refused_before_it_looks_for_packages(monkeypatch: pytest.MonkeyPatch):
