@@ -70,7 +70,19 @@ def _is_scaling(x: Any) -> bool:
     return hasattr(x, "payload") and hasattr(x, "scale_inv")
 
 
-_CUTS = (aten.cat.default, aten.split.Tensor)
+_CUT = (
+    "DistributedDataParallel, FullyShardedDataParallel, fully_shard and DTensor flatten or split weights this way and do not support this "
+    "one: use the model of msamp.initialize without a wrapper, since its optimizer averages the gradients (zero=True shards it over the "
+    "processes), or call msamp.integrations.fsdp.prepare(model) before fully_shard"
+)
+_ADVICE = {  # by operation; those of c10d exist only in a torch with torch.distributed
+    "aten.cat.default": _CUT,
+    "aten.split.Tensor": _CUT,
+    "aten.slice.Tensor": "If torch.distributed.checkpoint loads it, FSDP2 saved it in rows: load it into the model before msamp.initialize, "
+    "or after msamp.integrations.fsdp.prepare and fully_shard",
+    "c10d.broadcast_.default": "If torch.distributed.checkpoint's broadcast_from_rank0 sends it: pass the whole state on every rank, "
+    "without that option",
+}
 
 
 def undefined(func: Any, arguments: Any) -> RuntimeError:
@@ -79,12 +91,8 @@ def undefined(func: Any, arguments: Any) -> RuntimeError:
     label = next((x.label for x in tree_leaves(arguments) if _is_scaling(x) and x.label), "")
     layer = label.rpartition(".")[0]
     asked = f"{func} is not defined for a ScalingTensor; call .dequantize() first, or work on its payload and scale_inv"
-    if func in _CUTS:
-        asked += (
-            ". DistributedDataParallel, FullyShardedDataParallel, fully_shard and DTensor flatten or split weights this way and do not "
-            "support this one: use the model of msamp.initialize without a wrapper, since its optimizer averages the gradients (zero=True "
-            "shards it over the processes), or call msamp.integrations.fsdp.prepare(model) before fully_shard"
-        )
+    if str(func) in _ADVICE:
+        asked += f". {_ADVICE[str(func)]}"
     if not label:
         return RuntimeError(asked)
     return RuntimeError(

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
 )
@@ -170,5 +171,29 @@ def test_another_number_of_ranks_reads_the_same_weights(tmp_path: Path):
     for ranks in (1, 3):
         for rank in dist.run(loaded, ranks, "O3", str(tmp_path)):
             assert all(torch.equal(a, b) for a, b in zip(rank, want, strict=True))
-    with pytest.raises(CheckpointException, match="ScalingTensor"):  # without FSDP2: refused by name
+    with pytest.raises(CheckpointException, match="load it into the model before msamp.initialize, or after .*fsdp.prepare"):
         load(plain("O3", 5), str(tmp_path))
+    state = {"model": net(5).state_dict()}  # as that says
+    dcp.load(state, checkpoint_id=tmp_path)
+    assert all(torch.equal(state["model"][name], fp32_values(x)) for (name, _), x in zip(net(5).named_parameters(), want, strict=True))
+
+
+def broadcast(kind: str, key: str) -> str:
+    """What loading of rank 0's state says there."""
+    pair = sharded("O3") if kind == "fsdp" else plain("O3", zero=True)
+    train(pair, range(1))
+    full = copy.deepcopy(states(pair, full_state_dict=True))[key]
+    full = full if torch.distributed.get_rank() == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with pytest.raises(RuntimeError) as error:  # on other ranks that the first one has gone
+        if key == "model":
+            set_model_state_dict(pair[0], full, options=options)
+        else:
+            set_optimizer_state_dict(*pair, full, options=options)
+    return str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "key"), [("fsdp", "model"), ("zero", "optim")])
+def test_the_state_of_one_rank_is_not_broadcast_and_the_error_says_what_to_do(kind, key):
+    assert "broadcast_from_rank0 sends it: pass the whole state on every rank" in dist.run(broadcast, 2, kind, key)[0]
