@@ -186,10 +186,7 @@ def broadcast(kind: str, key: str) -> str:
     full = full if torch.distributed.get_rank() == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     with pytest.raises(RuntimeError) as error:  # on other ranks that the first one has gone
-        if key == "model":
-            set_model_state_dict(pair[0], full, options=options)
-        else:
-            set_optimizer_state_dict(*pair, full, options=options)
+        set_model_state_dict(pair[0], full, options=options) if key == "model" else set_optimizer_state_dict(*pair, full, options=options)
     return str(error.value)
 
 
