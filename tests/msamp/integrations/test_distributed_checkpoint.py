@@ -171,7 +171,7 @@ def test_another_number_of_ranks_reads_the_same_weights(tmp_path: Path):
     for ranks in (1, 3):
         for rank in dist.run(loaded, ranks, "O3", str(tmp_path)):
             assert all(torch.equal(a, b) for a, b in zip(rank, want, strict=True))
-    with pytest.raises(CheckpointException, match="load it into the model before msamp.initialize, or after .*fsdp.prepare"):
+    with pytest.raises(CheckpointException, match=r"load it into the model before msamp\.initialize, or after .*fsdp\.prepare"):
         load(plain("O3", 5), str(tmp_path))
     state = {"model": net(5).state_dict()}  # as that says
     dcp.load(state, checkpoint_id=tmp_path)
