@@ -80,8 +80,8 @@ _ADVICE = {  # by operation; those of c10d exist only in a torch with torch.dist
     "aten.split.Tensor": _CUT,
     "aten.slice.Tensor": "If torch.distributed.checkpoint loads it, FSDP2 saved it in rows: load it into the model before "
     "msamp.initialize, or after msamp.integrations.fsdp.prepare and fully_shard",
-    "c10d.broadcast_.default": "If torch.distributed.checkpoint's broadcast_from_rank0 sends it: pass the whole state on every rank, without "
-    "that option",
+    "c10d.broadcast_.default": "If torch.distributed.checkpoint's broadcast_from_rank0 sends it: pass the whole state on every rank, "
+    "without that option",
 }
 
 
