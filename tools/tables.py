@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser
-from tools.docs import drawing, promises, tables
+from tools.docs import as_published, drawing, promises, tables
 from tools.docs.drawing import Numbers
 from tools.docs.evidence import History, unproven
 from tools.measurements import ROOT
@@ -45,8 +45,8 @@ def commits() -> Iterator[tuple[str, list[str]]]:
 
 def stale(root: Path) -> dict[Path, str]:
     """Return the pages that differ from the results, by path, as they should be; "" for the page of an entry that no longer exists."""
-    overview = {"reproduction": pages.overview()}
-    current = {path: tables.filled(path.read_text(encoding="utf-8"), path.name, overview) for path in tables.pages(root)}
+    computed = {"reproduction": pages.overview(), "as-published": as_published.table()}
+    current = {path: tables.filled(path.read_text(encoding="utf-8"), path.name, computed) for path in tables.pages(root)}
     current |= {root / path: text for path, text in pages.pages().items()} | {root / promises.PAGE: promises.page(ROOT)}
     of_entries = (root / pages.PAGES).glob("*.md")
     current |= {path: "" for path in of_entries if path.stem not in pages.ENTRIES and path.stem != "reproduction"}

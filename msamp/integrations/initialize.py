@@ -14,6 +14,7 @@ In a user's loop, the fields of a recipe mean:
 import logging
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -110,7 +111,8 @@ def initialize(
         optimizer: torch.optim.AdamW, Adam, SGD or Muon over parameters of `model`, or a list of them, such as Muon
             for matrices and AdamW for the rest, which become one optimizer; None is AdamW with its defaults over all parameters. The
             momentum of SGD and Muon has the recipe's format of m. Collage's recipes and "coat" only support AdamW and Adam.
-        recipe: a name in the table or from `msamp.recipes.register`, or a Recipe; None is O2. "fp16-amp" is for `msamp.amp.initialize`.
+        recipe: a name in the table or from `msamp.recipes.register`, or a Recipe, such as `msamp.recipes.as_published("fp8-lm")` with its
+            paper's arithmetic; None is O2. "fp16-amp" is for `msamp.amp.initialize`.
         opt_level: the same by its short name: "O0" to "O3", or another name of a recipe.
         fp8_recipe: how FP8 GEMMs cast their operands, instead of the recipe's casts: a key of `msamp.recipes.GEMMS`, "delayed",
             "tensorwise", "blockwise", "blockwise-power-of-two", "mxfp8" or "mxfp8-round-up".
@@ -167,8 +169,10 @@ def initialize(
     if group is not None:
         formats: dict[torch.Tensor, Format] = {p: parameter_formats(p, chosen).grad for p in model.parameters()}
         whole = [p for g in groups for p, states in zip(g["params"], g["formats"], strict=True) if updates.by_name(states.update).whole]
+        whole = list(model.parameters()) if chosen.whole_tensors else whole
         zero = chosen.shards_optimizer if zero is None else zero
-        sync = grad_sync(model, formats, group, whole=whole, shard=zero, accumulate=chosen.accumulator)
+        exchange: dict[str, Any] = {"exchange": chosen.exchange, "mu_rule": chosen.mu_rule, "accumulate": chosen.accumulator}
+        sync = grad_sync(model, formats, group, whole=whole, shard=zero, **exchange)
         shard = ZeRO(sync) if zero else None
 
     # Build the optimizer that replaces the given ones, with their states.

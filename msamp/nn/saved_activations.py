@@ -14,6 +14,8 @@ import torch
 
 from msamp.kernels import ops
 from msamp.numerics.formats import E4M3, Format
+from msamp.numerics.granularity import Block
+from msamp.numerics.quantize import dequantize
 
 Parts = Sequence[torch.Tensor]
 
@@ -89,4 +91,23 @@ class GroupedFP8:
         return x if self.axis else x.t()
 
 
-AS_IT_IS, IN_GROUPS = AsItIs(), GroupedFP8()
+@dataclass(frozen=True)
+class ExactGroups:
+    """Save in E4M3 with an FP32 scale_inv = amax / 448 for every group of 16 channels, as the code that COAT's authors published (there
+    the scale_inv is BF16)."""
+
+    def element_bytes(self, wide: int) -> float:
+        """Return 1 byte plus the element's share of scale_inv."""
+        return E4M3.bytes + 4 / 16
+
+    def keep(self, x: torch.Tensor) -> Parts:
+        """Return (payload, scale_inv); see `ops.block_cast`."""
+        return ops.block_cast(x, None, None, rows=1, columns=16, dtype=E4M3.dtype, scale_rule="fp32", row=True, col=False)[:2]
+
+    def restore(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        """Return the dequantized values, NaN in a group that was not finite."""
+        payload, scale_inv = parts
+        return dequantize(payload, Block(1, 16).spread(scale_inv, payload.shape), dtype)
+
+
+AS_IT_IS, IN_GROUPS, IN_EXACT_GROUPS = AsItIs(), GroupedFP8(), ExactGroups()

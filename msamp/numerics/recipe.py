@@ -27,20 +27,19 @@ Sources: FP8-LM sections 2 and 3.3 and Table 6 (O1 to O3), Collage Table 2 (`bf1
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from msamp.numerics.formats import ALL as ALL_FORMATS
 from msamp.numerics.formats import BF16 as BF16_FORMAT
 from msamp.numerics.formats import COAT_E4M3, E4M3, E5M2, FP16, PLAIN_FP16, Format
 from msamp.numerics.formats import FP32 as FP32_FORMAT
 from msamp.numerics.granularity import TENSORWISE, Block, Granularity
 from msamp.numerics.scaling import Current, Delayed, Exact, Scaling, SharedExponent
-from msamp.numerics.stochastic_rounding import ROUNDINGS
+from msamp.numerics.state_formats import FP32_STATES
+from msamp.numerics.state_formats import StateFormats as StateFormats
 
 KINDS = ("linear", "matrix", "vector")  # kinds of parameters, each with its own formats
-COLLAGE_UPDATES = ("a", "kahan", "light", "plus", "fp8")  # in BF16 arithmetic
+COLLAGE_UPDATES = ("a", "kahan", "light", "plus", "fp8", "light-published", "plus-published")  # in BF16 arithmetic
 LARGE = 4096  # rows and columns of a large operand
 
 
@@ -148,71 +147,6 @@ class Gemms:
         return self.tensorwise and all(cast.scaling.window or type(cast.scaling) is Current for cast in self.casts.values())
 
 
-@dataclass(frozen=True)
-class StateFormats:
-    """The optimizer's four formats (FP8-LM equation 8 and Table 6), and the arithmetic of its update.
-
-    Attributes:
-        master, grad, m, v: formats of the master weight, the gradient and the two moments. COAT's formats are for `m` and `v` only.
-        update: "fp32", AdamW; one of Collage's BF16 updates (algorithm 2 and Table 2), which require BF16 in all four: "a" (BF16 alone),
-            "kahan" (compensated weight), "light" (weight as a pair), "plus" (weight and v as pairs), "fp8" (plus, with remainders in
-            E4M3); or another update registered with `msamp.optim.updates`. The optimizer rejects an unknown update, and formats that the
-            update does not support.
-        master_rounding, moment_rounding: how masters and moments are rounded when they are stored, "nearest" or "stochastic". Stochastic
-            rounding preserves updates below half a code on average (`msamp.numerics.stochastic_rounding`). FP32 is not rounded. COAT's
-            moments are rounded to nearest, because their groups follow the values. So is v where nearest rounding keeps it within 2 %,
-            such as FP16 at beta2 0.95 (`kernels.reference.store.rounding_of`).
-
-    Raises:
-        ValueError: COAT's format for another state, an unknown rounding, or stochastic rounding where no state is rounded.
-    """
-
-    master: Format = FP32_FORMAT
-    grad: Format = FP32_FORMAT
-    m: Format = FP32_FORMAT
-    v: Format = FP32_FORMAT
-    update: str = "fp32"
-    master_rounding: str = "nearest"
-    moment_rounding: str = "nearest"
-
-    def __post_init__(self) -> None:
-        for name, rounds in self.rounded().items():
-            if getattr(self, name) not in ROUNDINGS:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(ROUNDINGS)}")
-            if getattr(self, name) != "nearest" and not rounds:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}, but with {self} it rounds nothing: FP32 is not rounded, and COAT's moments are "
-                    "rounded to nearest; choose nearest, or another format"
-                )
-        for name in ("master", "grad"):
-            if getattr(self, name).group:
-                legal = ", ".join(fmt.name for fmt in ALL_FORMATS)
-                raise ValueError(f"{name} is {getattr(self, name)}, a format for the moments m and v only; choose one of {legal}")
-
-    def rounded(self) -> dict[str, bool]:
-        """Map `master_rounding` and `moment_rounding` to whether any of their states can be rounded stochastically."""
-        masters, moments = ([fmt.bytes < FP32_FORMAT.bytes and not fmt.group for fmt in x] for x in ((self.master,), (self.m, self.v)))
-        return {"master_rounding": any(masters), "moment_rounding": any(moments)}
-
-    def varied(self, **changes: Any) -> "StateFormats":
-        """Return a copy with some fields replaced. A rounding that no longer applies to any state becomes "nearest", unless it is itself
-        among the changes.
-
-        Raises:
-            ValueError: as for the class.
-        """
-        plain = replace(self, master_rounding="nearest", moment_rounding="nearest")
-        changed = replace(plain, **{name: value for name, value in changes.items() if name not in self.rounded()})
-        kept = {name: getattr(self, name) for name, rounds in changed.rounded().items() if rounds}
-        return replace(changed, **kept | {name: value for name, value in changes.items() if name in self.rounded()})
-
-    def __str__(self) -> str:
-        return f"master {self.master}, grad {self.grad}, m {self.m}, v {self.v}"
-
-
-FP32_STATES = StateFormats()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """One precision strategy.
@@ -229,9 +163,12 @@ class Recipe:
         fp8_wire: whether tensor-parallel ranks send the partial sums of grad_input in FP8, and with `--tp-wire fp8` also of the output;
             otherwise they send `compute`. Operands are gathered in FP8 by every recipe with one scale per tensor, see `gathers_fp8`.
         shards_optimizer: whether the optimizer states are sharded over the data-parallel ranks by default (ZeRO).
-        accumulator: default dtype for gradient accumulation over micro-batches: "bf16" or "fp32".
-        activations: how the inputs of norms and activation functions are saved for backward by default: "compute", in that format, or
-            "coat", in FP8 groups.
+        accumulator: default format for gradient accumulation over micro-batches: "bf16", "fp32" or "fp8".
+        activations: how the inputs of norms and activation functions are saved for backward by default: "compute", in that format;
+            "coat", in FP8 groups; or "coat-exact", in such groups with scales that map the largest element to the largest value.
+        exchange: how FP8 gradients are summed over the ranks by default (`msamp.comm.exchange`).
+        mu_rule: how the adaptive factor of that exchange falls (`msamp.comm.grad_scaling`); None: by the exchange's default.
+        whole_tensors: whether each tensor has one owner, however uneven the load of the ranks becomes (FP8-LM, Algorithm 1).
     """
 
     name: str
@@ -245,6 +182,9 @@ class Recipe:
     shards_optimizer: bool = False
     accumulator: str = "fp32"
     activations: str = "compute"
+    exchange: str = "fp32-sum"
+    mu_rule: str | None = None
+    whole_tensors: bool = False
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -349,6 +289,7 @@ class Recipe:
 # The optimizer changes a weight once per step and knows its amax, so a weight is always scaled by its current amax.
 _GEMM = Gemms.of(input=Cast(E4M3), weight=Cast(E4M3, Current()), grad_output=Cast(E5M2))
 _JUST_IN_TIME = Gemms.of(input=Cast(E4M3, Current()), weight=Cast(E4M3, Current()), grad_output=Cast(E5M2, Current()))
+_EXACT = Gemms.of(input=Cast(E4M3, Exact()), weight=Cast(E4M3, Exact()), grad_output=Cast(E5M2, Exact()))
 
 
 def _blocks(scaling: Scaling, along: Block, weight: Block) -> Gemms:
@@ -418,6 +359,35 @@ COAT = Recipe(
 
 ALL = (FP32, FP16_AMP, BF16, BF16_A, BF16_KAHAN, BF16_DMW, BF16_D, COLLAGE_LIGHT, COLLAGE_PLUS, COLLAGE_FP8, COAT, O1, O2, O3)
 _TABLE: dict[str, Recipe] = {recipe.name: recipe for recipe in ALL}
+
+# Paper -> the recipes that follow it, the one that it proposes first.
+PAPERS = {"fp8-lm": (O3, O2, O1), "collage": (COLLAGE_PLUS, COLLAGE_LIGHT), "coat": (COAT,)}
+
+
+def as_published(paper: str, recipe: Recipe | None = None) -> Recipe:
+    """Return a recipe with its paper's arithmetic wherever the default differs; docs/guide/papers.md lists the differences.
+
+    Args:
+        paper: "fp8-lm", "collage" or "coat".
+        recipe: one of `PAPERS[paper]`; None: the first.
+
+    Raises:
+        ValueError: an unknown paper, or a recipe of another one.
+    """
+    if paper not in PAPERS:
+        raise ValueError(f"paper is {paper!r}; choose one of {', '.join(PAPERS)}")
+    names = [each.name for each in PAPERS[paper]]
+    own = PAPERS[paper][0] if recipe is None else recipe
+    if own.name not in names:
+        raise ValueError(f"recipe {own.name!r} is not of the paper {paper!r}; choose one of {', '.join(names)}")
+    if paper == "fp8-lm":
+        nearest = own.with_rounding(master="nearest", moments="nearest")
+        return replace(nearest, exchange="nccl", mu_rule="paper", accumulator="fp8", whole_tensors=True)
+    if paper == "collage":
+        states = replace(own.states, update=f"{own.states.update.removesuffix('-published')}-published")
+        return replace(own, states=states, vectors=states)
+    # The code that COAT's authors published casts 16-bit weights in every forward, with scales amax / 448.
+    return replace(own, weight=FP16, gemm=_EXACT, activations="coat-exact")
 
 
 def register(recipe: Recipe) -> Recipe:

@@ -74,6 +74,8 @@ def parse(argv: Sequence[str] | None = None, saved: Callable[[CheckpointConfig],
     differing, megatron_defaults = [default for default in defaults() if default.applies(given)], "--megatron-defaults" in given.flags
     if megatron_defaults:
         settings = {name: value for default in differing for name, value in default.settings.items()} | settings
+    if (paper := given.value("--as-published")) is not None:
+        settings = settings | _published(paper)
     about = _about_loading(given)
     from_checkpoint = taken(about, saved(about)) if saved is not None and about.use_checkpoint_args and about.load is not None else None
     if from_checkpoint is not None:
@@ -122,6 +124,14 @@ def _read_blends(values: dict[str, Any]) -> None:
         values |= {f"{split}_data_path": words for split, words in read_blend_per_split(per_split).items()}
     if shared is not None:
         values["data_path"] = read_blend(shared)
+
+
+def _published(paper: str) -> dict[str, Any]:
+    """Return the settings of other sections that `--as-published` changes; none for an unknown paper, which `check` refuses."""
+    from msamp.numerics.recipe import PAPERS, as_published  # torch
+
+    recipe = as_published(paper) if paper in PAPERS else None
+    return {} if recipe is None else {"grad_exchange": recipe.exchange, "mu_rule": recipe.mu_rule}
 
 
 def _about_loading(given: GivenFlags) -> CheckpointConfig:

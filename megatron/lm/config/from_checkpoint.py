@@ -78,6 +78,13 @@ def with_saved_scaling(precision: PrecisionConfig, saved: PrecisionConfig | None
     Raises:
         ValueError: with each explicit setting that differs from the checkpoint's.
     """
+    if saved is not None and saved.as_published != precision.as_published:
+        was = f"computed with --as-published {saved.as_published}" if saved.as_published else "did not compute as a paper does"
+        fix = f"add --as-published {saved.as_published}" if saved.as_published else "drop the flag"
+        raise ValueError(
+            f"the run that wrote the checkpoint {was}, and this one has --as-published {precision.as_published or 'not given'}: {fix} to "
+            "resume it, or add --finetune to start a new run from the weights"
+        )
     if saved is None or precision.named.gemm is None or precision.named.gemm != saved.named.gemm:
         return precision
     stored = {"fp8_recipe": gemm_name(saved)} | {name: rule_setting(saved, name) for name in RULE_SETTINGS}

@@ -25,9 +25,11 @@ def announce(model: ModelConfig, parallel: ParallelConfig, precision: PrecisionC
     counts: dict[str, Any] = {"layers": fp8_layers.linear_layers(model), "bf16": linears.bf16, "gain": linears.gains}
     counts |= {"reason": linears.reason} | ({"layers_in_bf16": sorted(wide)} if wide else {})
     row = {"kind": "precision", "recipe": precision.name, "parameters": parameters, "bytes_per_parameter": sizes, "linears": counts}
-    metrics.begin(row | {"state_gib_min": low, "state_gib_max": high})
+    paper = {"as_published": precision.as_published} if precision.as_published else {}
+    metrics.begin(row | paper | {"state_gib_min": low, "state_gib_max": high})
     if not metrics.main:
         return
+    published = f" as published ({precision.as_published})" if paper else ""
     listed = ", ".join(f"{key} {size:.2f}" for key, size in sizes.items())
     travel = travels(training.model)
     lines = (
@@ -37,7 +39,7 @@ def announce(model: ModelConfig, parallel: ParallelConfig, precision: PrecisionC
         None if training.guard is None else describe_guard(training.guard),
         "CUDA graphs: {} ({})".format(*training.cuda_graph),
         None if travel is None else f"tensor parallelism: activations travel {travel}",
-        f"precision {precision.name}: {sum(sizes.values()):.2f} bytes per parameter ({listed})",
+        f"precision {precision.name}{published}: {sum(sizes.values()):.2f} bytes per parameter ({listed})",
         f"{_describe_grid(model, parallel)}{', ZeRO' if training.grad_sync.shard else ''}, {training.grad_sync}",
     )
     for line in filter(None, lines):

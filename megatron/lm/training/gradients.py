@@ -55,6 +55,7 @@ def build_grad_sync(
         formats,
         grid.copies.group,
         bucket_elements=communication.bucket_size,
+        whole=list(model.parameters()) if recipe.whole_tensors else (),
         shard=shard,
         exchange=communication.grad_exchange,
         scaling=communication.gradient_scaling,

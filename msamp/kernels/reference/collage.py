@@ -18,12 +18,15 @@ class Variant(NamedTuple):
         weight: the addition to the BF16 weight: "nothing", "pair" (a second component), "kahan" (a compensation), "master" (FP32).
         pair_v: whether v and beta2 are pairs.
         remainder: dtype in which second components are stored (`mcf.remainder_payload`); the arithmetic uses BF16.
+        published: eps is added below the root, and v by Fast2Sum, as algorithm 2 has them. Fast2Sum loses the error of the sum where
+            a squared gradient is larger than v.
     """
 
     dtype: torch.dtype
     weight: str
     pair_v: bool = False
     remainder: torch.dtype = torch.bfloat16
+    published: bool = False
 
 
 VARIANTS = {
@@ -32,6 +35,8 @@ VARIANTS = {
     "plus": Variant(torch.bfloat16, "pair", pair_v=True),
     "fp8": Variant(torch.bfloat16, "pair", pair_v=True, remainder=torch.float8_e4m3fn),
     "kahan": Variant(torch.bfloat16, "kahan"),
+    "light-published": Variant(torch.bfloat16, "pair", published=True),
+    "plus-published": Variant(torch.bfloat16, "pair", pair_v=True, published=True),
     "d-mw": Variant(torch.float32, "nothing"),
     "d": Variant(torch.float32, "master"),
 }
@@ -121,12 +126,14 @@ def _delta(
     squares = g * g * scalar(1 - beta2)
     if variant.pair_v:
         rest = state["exp_avg_sq_remainder"]
-        _store(v, rest, mcf.grow(mcf.mul(mcf.expansion(beta2), mcf.load_pair(v, rest)), squares, mcf.two_sum))
+        add = mcf.fast_two_sum if variant.published else mcf.two_sum
+        _store(v, rest, mcf.grow(mcf.mul(mcf.expansion(beta2), mcf.load_pair(v, rest)), squares, add))
     else:
         v.copy_(v * scalar(beta2) + squares)
     m_hat, v_hat = m / scalar(1 - power(beta1, step)), v / scalar(1 - power(beta2, step))
     eps = scalar(hyper.eps)
-    return (m_hat / (v_hat.sqrt() + eps) + theta * scalar(hyper.weight_decay)) * scalar(-hyper.lr)
+    root = (v_hat + eps).sqrt() if variant.published else v_hat.sqrt() + eps
+    return (m_hat / root + theta * scalar(hyper.weight_decay)) * scalar(-hyper.lr)
 
 
 def power(base: float, exponent: int) -> float:

@@ -160,8 +160,8 @@ def _scalars_kernel(
 @triton.jit(do_not_specialize=["skipped"])
 def _collage_kernel(
     table, owners, skipped, scalars, usable,
-    PAIR: tl.constexpr, KAHAN: tl.constexpr, PAIR_V: tl.constexpr, REST: tl.constexpr, CLIP: tl.constexpr, ALIGNED: tl.constexpr,
-    HARDWARE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, SCALARS: tl.constexpr,
+    PAIR: tl.constexpr, KAHAN: tl.constexpr, PAIR_V: tl.constexpr, PUBLISHED: tl.constexpr, REST: tl.constexpr, CLIP: tl.constexpr,
+    ALIGNED: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, SCALARS: tl.constexpr,
 ):  # fmt: skip
     if tl.load(usable) == 0:
         return
@@ -199,7 +199,10 @@ def _collage_kernel(
         if PAIR_V:
             v_rest = _remainder(tl.load(v_rest_pointer + at, mask=inside, other=0), v, REST, HARDWARE)
             v, v_rest = _mul(beta2, beta2_rest, v, v_rest, HARDWARE)
-            v, lost = _two_sum(v, squares, HARDWARE)
+            if PUBLISHED:
+                v, lost = _fast_two_sum(v, squares, HARDWARE)
+            else:
+                v, lost = _two_sum(v, squares, HARDWARE)
             v, v_rest = _fast_two_sum(v, _rounded(v_rest + lost, HARDWARE), HARDWARE)
             tl.store(v_rest_pointer + at, _remainder_payload(v, v_rest, REST, HARDWARE), mask=inside)
         else:
@@ -208,7 +211,10 @@ def _collage_kernel(
         tl.store(v_pointer + at, _payload(v, 7, HARDWARE), mask=inside)
         m_hat = _rounded(tl.div_rn(m, correction1), HARDWARE)
         v_hat = _rounded(tl.div_rn(v, correction2), HARDWARE)
-        root = _rounded(_rounded(tl.sqrt_rn(v_hat), HARDWARE) + eps, HARDWARE)
+        if PUBLISHED:
+            root = _rounded(tl.sqrt_rn(_rounded(v_hat + eps, HARDWARE)), HARDWARE)
+        else:
+            root = _rounded(_rounded(tl.sqrt_rn(v_hat), HARDWARE) + eps, HARDWARE)
         decay = _rounded(p * weight_decay, HARDWARE)
         delta = _rounded(_rounded(_rounded(tl.div_rn(m_hat, root), HARDWARE) + decay, HARDWARE) * step_size, HARDWARE)
         if PAIR or KAHAN:
@@ -242,6 +248,7 @@ def collage(tables, batch, hyper, update, coefficient, usable):
     for owners, aligned in parts:
         _collage_kernel[(owners.numel(),)](
             table, owners, skipped, scalars, flag, PAIR=variant.weight == "pair", KAHAN=variant.weight == "kahan", PAIR_V=variant.pair_v,
+            PUBLISHED=variant.published,
             REST=of_dtype(variant.remainder).mantissa_bits, ALIGNED=aligned, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=4, **common,
         )  # fmt: skip
         skipped += owners.numel()

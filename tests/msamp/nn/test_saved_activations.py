@@ -5,12 +5,12 @@ import torch
 
 from helpers.choices import each_value
 from helpers.numerics import SMALL, make
-from msamp.nn.saved_activations import AsItIs, GroupedFP8
+from msamp.nn.saved_activations import AsItIs, ExactGroups, GroupedFP8
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.metrics import sqnr_db, underflow_frac
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-WAYS = [AsItIs(), GroupedFP8(), GroupedFP8(E5M2, 32), GroupedFP8(axis=0)]
+WAYS = [AsItIs(), GroupedFP8(), GroupedFP8(E5M2, 32), GroupedFP8(axis=0), ExactGroups()]
 
 
 @each_value(dtype=[torch.bfloat16, torch.float16, torch.float32], saved=WAYS)
@@ -38,6 +38,13 @@ def test_groups_lie_along_their_axis():
     others = torch.arange(64) // 16 != 0
     assert sqnr_db(x[others], along_tokens[others]) > 30
     assert along_tokens.equal(GroupedFP8().restore(GroupedFP8().keep(x.t()), x.dtype).t())
+
+
+def test_exact_groups_map_their_largest_element_to_448():
+    x = make("normal", (8, 32))
+    payload, scale_inv = ExactGroups().keep(x)
+    assert payload.float().view(8, 2, 16).abs().amax(-1).eq(448).all()
+    assert scale_inv.equal(x.view(8, 2, 16).abs().amax(-1) / 448)
 
 
 def test_another_axis_is_refused():

@@ -14,7 +14,7 @@ from msamp.optim.collage import collage_adamw, update_quality
 from msamp.optim.optimizer import LowPrecisionOptimizer
 
 IN_BF16 = ("a", "light", "plus", "fp8", "kahan")
-PAIRED = ("light", "plus", "fp8", "kahan")
+PAIRED = ("light", "plus", "fp8", "light-published", "plus-published", "kahan")
 HYPER = {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -274,7 +274,9 @@ def test_edq_of_an_update_that_bf16_cannot_see(variant):
 
 
 def test_an_unknown_variant_and_parameters_that_are_not_plain_bf16_are_refused():
-    with pytest.raises(ValueError, match="variant 'b' is unknown; choose one of a, kahan, light, plus, fp8, d-mw, d"):
+    with pytest.raises(
+        ValueError, match="variant 'b' is unknown; choose one of a, kahan, light, plus, fp8, light-published, plus-published, d-mw, d"
+    ):
         collage_adamw(parameters(), variant="b")
     optimizer = collage_adamw(parameters())
     for p, kind in ((torch.zeros(4, 2), "torch.float32"), (ScalingTensor.quantize(torch.ones(4, 2).bfloat16(), E4M3), "a ScalingTensor")):

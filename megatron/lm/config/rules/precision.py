@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megatron.lm.config.rules.table import conflicts
 from megatron.lm.config.sections.parallel import CommunicationConfig
-from megatron.lm.config.sections.precision import COAT_FORMATS, FP8_FORMATS, LINEARS, MEASURED, OPTIMIZER_STATES, PrecisionConfig
+from megatron.lm.config.sections.precision import COAT_FORMATS, FP8_FORMATS, LINEARS, MEASURED, OPTIMIZER_STATES, PrecisionConfig, gemm_name
 from megatron.lm.config.sections.schema import flag
 from megatron.lm.config.whole import Config, Problems, Rules
 
@@ -156,6 +156,21 @@ def fp8_gradients(config: Config, world_size: int) -> Problems:
         yield f"{given} is for FP8 gradients, and {lack}: choose {' or '.join(served)}, {fix}"
 
 
+def published(config: Config, world_size: int) -> Problems:
+    """With `--as-published`, each setting that the paper fixes must have its value."""
+    precision, paper = config.precision, config.precision.as_published
+    if paper is None or precision.contradiction is not None:
+        return
+    named, given = precision.named, {**vars(precision), **vars(config.communication)}
+    fixed = {"grad_exchange": named.exchange, "mu_rule": named.mu_rule, "grad_accum_dtype": named.accumulator, "grad_accum_on": "rank"}
+    fixed |= {name: getattr(named.states, name) for name in ("master_rounding", "moment_rounding")}
+    fixed |= {"grad_scaling": next(iter(config.communication.exchange.scalings), None)}
+    fixed |= {"fp8_recipe": gemm_name(replace(precision, fp8_recipe=None)), "save_activations": named.activations}
+    for name, value in fixed.items():
+        if given[name] not in (None, value):
+            yield f"--as-published {paper} contradicts {flag(name)} {given[name]}: drop one" + (f", or give {value}" if value else "")
+
+
 def overflow_guard(config: Config, world_size: int) -> Problems:
     """Scaling and mu need the exchange that they guard."""
     from msamp.comm import exchange as exchanges
@@ -202,6 +217,7 @@ RULES: Rules = {
     peer_layers: ("precision", "checkpoint"),
     fp8_attention: ("precision", "model"),
     fp8_gradients: ("precision", "communication"),
+    published: ("precision", "communication"),
     overflow_guard: ("communication",),
     tensor_parallel_wire: ("parallel", "precision"),
 }

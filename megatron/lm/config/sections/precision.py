@@ -24,7 +24,7 @@ FP8_FORMATS = ("fp8-e4m3", "fp8-e5m2")
 COAT_FORMATS = ("coat-e4m3", "coat-e5m2")
 GRAD_ACCUM_DTYPES = ("fp8", "fp8-sr", "bf16", "fp32")
 GRAD_ACCUM_PLACES = ("rank", "owner")
-ACTIVATIONS_SAVED = ("compute", "coat")
+ACTIVATIONS_SAVED = ("compute", "coat", "coat-exact")
 FAST_ACCUMULATIONS = ("none", "output", "all")
 MEASURED = "auto"  # a precision of attention that the start of a run decides
 ATTENTION_PRECISIONS = ("bf16", "fp8", MEASURED)
@@ -56,6 +56,13 @@ class RecipeConfig:
     opt_level: str | None = setting("FP8-LM's level, which sets how much of the training is in FP8 (O0 is bf16)", None, choices=OPT_LEVELS)
     bf16: bool = setting("the same as --precision bf16", False)
     fp16: bool = setting("the same as --precision fp16-amp: FP16 with FP32 masters and a loss scale", False)
+    as_published: str | None = setting(
+        "compute as the paper does wherever the default differs: FP8-LM's exchange, mu, FP8 accumulation, nearest rounding and whole "
+        "tensors; Collage's eps below the root and Fast2Sum for v; COAT's 16-bit weights and scales amax / 448. Without --precision or "
+        "--opt-level: O3, collage-plus or coat; derived: nothing",
+        None,
+        choices=names_in("msamp.numerics.recipe", "PAPERS"),
+    )
     loss_scale: float | None = setting("a constant loss scale for fp16-amp; derived: a dynamic one", None, legal=POSITIVE)
     initial_loss_scale: float = setting(
         "initial dynamic loss scale of fp16-amp; Megatron-LM: 2^32",
@@ -201,7 +208,7 @@ class PrecisionConfig(RecipeConfig):
     )
     save_activations: str | None = setting(
         "format in which the inputs of norms, GELU and SwiGLU are saved for backward: the compute dtype, or E4M3 with a scale per 16 "
-        "channels (COAT); derived: compute, or coat with --precision coat",
+        "channels (COAT), a power of two or, with coat-exact, the largest magnitude / 448; derived: compute, or coat with --precision coat",
         None,
         choices=ACTIVATIONS_SAVED,
     )
@@ -235,21 +242,31 @@ class PrecisionConfig(RecipeConfig):
 
     @property
     def contradiction(self) -> str | None:
-        """Return the error if two flags select different recipes; otherwise None."""
-        if len({recipe_by_name(name).name for name in self.requests.values()}) > 1:
+        """Return the error if two flags select different recipes, or one that is not of the paper; otherwise None."""
+        from msamp.numerics.recipe import PAPERS
+
+        if len(asked := {recipe_by_name(name).name for name in self.requests.values()}) > 1:
             return f"{' and '.join(self.requests)} contradict each other: keep one of them"
+        own = [recipe.name for recipe in PAPERS.get(self.as_published, ())] if self.as_published is not None else sorted(asked)
+        if not asked <= set(own):
+            return f"--as-published {self.as_published} is not for {' and '.join(self.requests)}: drop one, or choose {' or '.join(own)}"
         return None
 
     @property
     def named(self) -> Recipe:
-        """The recipe that the flags select, without variations; bf16 without such a flag.
+        """The recipe that the flags select, without variations; without such a flag the paper's own, or bf16.
 
         Raises:
-            ValueError: an unknown name, or two flags that select different recipes.
+            ValueError: an unknown name, two flags that select different recipes, or a recipe that is not of the paper.
         """
+        from msamp.numerics.recipe import as_published
+
         if self.contradiction is not None:
             raise ValueError(self.contradiction)
-        return recipe_by_name(next(iter(self.requests.values()), "bf16"))
+        asked = next(iter(self.requests.values()), None)
+        if self.as_published is not None:
+            return as_published(self.as_published, None if asked is None else recipe_by_name(asked))
+        return recipe_by_name(asked or "bf16")
 
     @functools.cached_property
     def recipe(self) -> Recipe:
@@ -384,7 +401,7 @@ def gemm_name(precision: PrecisionConfig) -> str | None:
 
 def saved_activations(precision: PrecisionConfig) -> Saved:
     """Return how the inputs of norms and activation functions are saved for backward."""
-    from msamp.nn.saved_activations import AS_IT_IS, IN_GROUPS
+    from msamp.nn.saved_activations import AS_IT_IS, IN_EXACT_GROUPS, IN_GROUPS
 
-    kept: dict[str, Saved] = {"compute": AS_IT_IS, "coat": IN_GROUPS}
+    kept: dict[str, Saved] = {"compute": AS_IT_IS, "coat": IN_GROUPS, "coat-exact": IN_EXACT_GROUPS}
     return kept[precision.kept_activations]

@@ -189,6 +189,7 @@ REFUSED = {
 --tp-wire fp8 {TP} --opt-level O2
 --tp-wire fp8 --opt-level O3 --fp8-recipe blockwise {TP}
 --grad-accum-on owner --opt-level O2 --grad-exchange nccl
+--as-published fp8-lm --grad-exchange nccl --mu-rule paper --master-rounding stochastic
 --grad-exchange nccl
 --grad-exchange nccl --opt-level O2 --grad-format fp32
 --grad-exchange nccl --precision coat

@@ -22,6 +22,8 @@ BESIDE = {
     "kahan": {"weight_remainder": "bf16"},
     "light": {"weight_remainder": "bf16"},
     "plus": {"weight_remainder": "bf16", "exp_avg_sq_remainder": "bf16"},
+    "light-published": {"weight_remainder": "bf16"},
+    "plus-published": {"weight_remainder": "bf16", "exp_avg_sq_remainder": "bf16"},
     "fp8": {"weight_remainder": "remainder-e4m3", "exp_avg_sq_remainder": "remainder-e4m3"},
 }
 
@@ -64,6 +66,23 @@ def test_many_tensors_at_once_as_the_optimizer(update, clip):
         assert bits(weights[i]).equal(bits(p.detach()))
         for key, column in batch.states.items():
             assert bits(column[i]).equal(bits(alone.state[p][key])), key
+
+
+def test_as_published_eps_is_below_the_root_and_v_is_added_by_fast_two_sum():
+    """One step from v = 2^-10 with squares of 1 x (1 - beta2): beta2 1/2 and a power of two for eps keep every number exact but the sum."""
+    v, g, hyper = 2.0**-10, 1.0, Hyper(lr=1.0, beta1=0.5, beta2=0.5, eps=0.25, weight_decay=0.0)
+    found = {}
+    for update in ("plus", "plus-published"):
+        one = [torch.tensor([x], dtype=torch.bfloat16) for x in (g, 0.0, v, 0.0, 0.0, 0.0)]
+        batch = adamw_batch(*([x] for x in one[:4]), weight_remainders=[one[4]], v_remainders=[one[5]])
+        collage(None, batch, torch.tensor(hyper, dtype=torch.float64), update, None, torch.tensor(True))
+        found[update] = float(one[3]), float(one[2]), float(one[5])
+    total = 0.5 * v + 0.5 * g
+    assert found["plus"][1] + found["plus"][2] == total
+    assert found["plus-published"][1:] == (0.5, 0.0)  # Fast2Sum of a smaller first number loses the error
+    root = torch.tensor(2 * 0.5 + 0.25).bfloat16().sqrt()  # v is corrected by 1 - beta2
+    assert found["plus-published"][0] == -float((torch.tensor(0.5 / 0.5).bfloat16() / root).bfloat16())
+    assert found["plus"][0] == -float((torch.tensor(1.0).bfloat16() / torch.tensor(1.25).bfloat16()).bfloat16())
 
 
 def test_a_step_that_is_not_usable_reads_and_writes_nothing():
