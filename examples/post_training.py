@@ -21,9 +21,9 @@ class Trained:
     """A model of `msamp.initialize` with its optimizer and the peak of its learning rate."""
 
     def __init__(self, model: Any, recipe: msamp.recipes.Recipe, peak: float, args: argparse.Namespace) -> None:
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=peak, weight_decay=args.weight_decay)
-        self.model, self.optimizer = msamp.initialize(model, optimizer, recipe, clip_grad=args.clip_grad or None, **flags.roundings(args))
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=peak, weight_decay=args.weight_decay)
+        settings = flags.roundings(args) | {"clip_grad": args.clip_grad or None, "fp8_min_gain": 0}  # the levels' losses, not their times
+        self.model, self.optimizer = msamp.initialize(model, optimizer, recipe, **settings)
         self.model.train()
         self.peak, self.args, self.gradients = peak, args, 0
 

@@ -7,8 +7,8 @@ from msamp import amp
 from msamp.comm import exchange as exchanges
 from msamp.comm.grad_sync import GradSync
 from msamp.integrations.capture import capture
+from msamp.integrations.clipping import clip_grad_norm_
 from msamp.integrations.initialize import initialize
-from msamp.integrations.loop_optimizer import clip_grad_norm_
 from msamp.integrations.ms_amp import warn_of_accelerate
 from msamp.integrations.precision_guard import PrecisionGuard
 from msamp.integrations.saving import exact_state_dict, fp8_state_dict, plain_state_dict, save_plain

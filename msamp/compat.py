@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from msamp.integrations import loop_optimizer
+from msamp.integrations import clipping
 from msamp.nn.convert import convert
 from msamp.numerics import recipe
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, Format
@@ -104,7 +104,7 @@ def clip_grad_norm_(
         ValueError: if `norm_type` is not 2.
         RuntimeError: with `error_if_nonfinite`, if gradients are not finite; they are already scaled then.
     """
-    norm = loop_optimizer.clip_grad_norm_(parameters, max_norm, norm_type)
+    norm = clipping.clip_grad_norm_(parameters, max_norm, norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the gradient norm is {float(norm)}; without error_if_nonfinite, the optimizer skips such a step")
     return norm

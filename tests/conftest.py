@@ -15,6 +15,7 @@ import torch.distributed
 from helpers import hosts, interpreter, rewritten, shards
 from helpers.megatron_jobs import UNCOMPILED
 from msamp.comm import exchange
+from msamp.nn import layer_gains
 from msamp.numerics import recipe
 from msamp.optim import updates
 
@@ -92,6 +93,14 @@ def pytest_report_teststatus(report: pytest.CollectReport | pytest.TestReport) -
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # so that extension modules find their objects gone
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_layers_stay_in_fp8() -> Iterator[None]:
+    """On a GPU: linear layers as small as those of tests gain nothing, and would compute in BF16 from their second step on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_gains, "default_measure", lambda: None)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,8 +21,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import nn
 
+from msamp.integrations.clipping import clip_grad_norm_
 from msamp.integrations.initialize import initialize
-from msamp.integrations.loop_optimizer import LoopOptimizer, clip_grad_norm_, optimizers_of
+from msamp.integrations.loop_optimizer import LoopOptimizer, optimizers_of
 from msamp.integrations.saving import fp8_state_dict, plain_state_dict, save_plain
 from msamp.numerics.recipe import Recipe
 

@@ -40,6 +40,7 @@ from msamp.nn.decoder_layer import fuse as fuse_layers
 from msamp.nn.decoder_layer import unfuse
 from msamp.nn.expert_layer import Experts
 from msamp.nn.filters import DEFAULT, Filter
+from msamp.nn.layer_gains import check_min_gain
 from msamp.nn.linear import FP8Linear, check_finite
 from msamp.nn.parameter_swap import swap_contents_
 from msamp.nn.scaling_state import ScalingState
@@ -196,6 +197,7 @@ def optimizer(
     master_rounding: str | None = None,
     moment_rounding: str | None = None,
     reduce_format: str | None = None,
+    fp8_min_gain: float = 1.0,
     seed: int = 0,
 ) -> ShardedOptimizer:
     """Return the optimizer of a recipe for a model after `prepare` and torch's `fully_shard`. Collective.
@@ -208,7 +210,7 @@ def optimizer(
         optimizer: torch.optim.AdamW or Adam over parameters of `model`, built after `fully_shard`; None is AdamW with its defaults.
         recipe, opt_level, fp8_recipe: as passed to `prepare`.
         clip_grad: clip the global gradient norm to this in `step`.
-        master_rounding, moment_rounding, seed: as in `msamp.initialize`; the bits do not depend on the number of ranks.
+        master_rounding, moment_rounding, fp8_min_gain, seed: as in `msamp.initialize`; the bits do not depend on the number of ranks.
         reduce_format: "fp8-e4m3" or "fp8-e5m2": ranks send the gradients of FP8 layers' weights in this format, at one byte per element,
             with the smallest of their scales, and sum them in FP32 (`msamp.parallel.fp8_reduce_scatter`). Other gradients, such as those of
             norms, biases and embeddings, are reduced by FSDP2. None: FSDP2 reduces all gradients, in the policy's reduce_dtype, with
@@ -223,6 +225,7 @@ def optimizer(
     reduced = None if reduce_format is None else format_of(reduce_format)
     if clip_grad is not None:
         check_max_norm(clip_grad)
+    check_min_gain(fp8_min_gain)
     names = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name, p in names.items():
         check_cut(name, p)
@@ -253,6 +256,7 @@ def optimizer(
             stacklevel=2,
         )
     low = ShardedOptimizer(parameter_groups(given, model, chosen), chosen, ScalingState(model), clip_grad=clip_grad, shard=shard, seed=seed)
+    low.fp8_min_gain = fp8_min_gain
     low.take_masters(masters)
     retire(given, low)
     use_fp8_reduce_scatter(model, dict.fromkeys(casts, True), reduced)

@@ -38,6 +38,7 @@ from msamp.nn.convert import carry_out
 from msamp.nn.decoder_layer import fuse as fuse_layers
 from msamp.nn.decoder_layer import unfuse
 from msamp.nn.filters import DEFAULT, Filter, behind_swiglu
+from msamp.nn.layer_gains import check_min_gain
 from msamp.nn.scaling_state import ScalingState
 from msamp.nn.survey import survey
 from msamp.numerics.formats import Format
@@ -66,6 +67,7 @@ def initialize(
     grad_format: str | None = None,
     smooth_swiglu: bool = False,
     fuse: bool = True,
+    fp8_min_gain: float = 1.0,
     seed: int = 0,
 ) -> tuple[nn.Module, LoopOptimizer]:
     """Convert a model and its optimizer to a precision recipe (FP8-LM, levels of section 3; Collage, Table 2; COAT).
@@ -129,6 +131,10 @@ def initialize(
             (`msamp.nn.channel_scales`), in modules that `msamp.nn.filters.behind_swiglu` knows. Saved weights do not contain it.
         fuse: run the decoder layers of transformers that `msamp.nn.decoder_layer` recognizes by fused functions, layer by layer where
             their parts are in FP8; `msamp.survey` lists which, and why the others are not.
+        fp8_min_gain: smallest measured gain of a linear layer, BF16 time / FP8 time on this GPU. At the end of the first step the first
+            process times the shapes of that step's forwards, once per machine (`msamp.nn.layer_gains`); layers that gain less compute
+            in BF16 from then on, and the log and `msamp.survey` say which. On a CPU nothing is timed and all compute in FP8; 0: the same
+            on a GPU.
         seed: of stochastic rounding. `optimizer.state_dict()` contains the parameters' keys that follow from it.
 
     Returns:
@@ -147,6 +153,7 @@ def initialize(
     group = data_parallel_group(group)
     if clip_grad is not None:
         check_max_norm(clip_grad)
+    check_min_gain(fp8_min_gain)
     optimizers, conversions, former = checked(model, optimizer, chosen, accept, group)
     smooth = behind_swiglu(model, chosen, conversions) if smooth_swiglu else []
     _report(model, optimizers, chosen, accept, group)
@@ -178,6 +185,7 @@ def initialize(
     # Build the optimizer that replaces the given ones, with their states.
     defaults = defaults_of(optimizers[-1])
     low = LoopOptimizer(groups, chosen, ScalingState(model), sync, shard=shard, clip_grad=clip_grad, seed=seed, **defaults)
+    low.fp8_min_gain = fp8_min_gain if chosen.fp8 else 0.0
     owned = {id(p) for g in low.param_groups for p in g["params"]}
     low.init_masters((p, values) for p, values in masters.items() if id(p) in owned)
     if any(each.state for each in optimizers):

@@ -6,6 +6,7 @@ the model's parameters.
 """
 
 import contextlib
+import logging
 import sys
 import weakref
 from collections import defaultdict
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from msamp.comm.accumulate import squares_are_finite
 from msamp.comm.grad_sync import GradSync
 from msamp.kernels.tables import Tables
+from msamp.nn import layer_gains
+from msamp.nn.layer_gains import check_layers
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics.formats import FP32, Format
 from msamp.numerics.fp8_gradient import FP8Gradient
@@ -37,6 +40,8 @@ from msamp.parallel.greedy_zero import ZeRO
 
 _MARK = "_msamp_taken"  # attribute of a gradient
 _ON_FIRST_RANK = "states_on_first_rank"  # a key of the state dicts of other ranks under ZeRO
+_IN_BF16 = "layers_in_bf16"  # a key of state dicts, for `in_bf16`
+_LOG = logging.getLogger("msamp")
 
 _LIVE: "weakref.WeakSet[LoopOptimizer]" = weakref.WeakSet()  # where clipping and hosts find an optimizer by its parameters
 
@@ -81,6 +86,8 @@ class LoopOptimizer(LowPrecisionOptimizer):
     Attributes:
         grad_sync: as given.
         casts: of gradients to FP8 during backward, on one process.
+        fp8_min_gain: as in `msamp.initialize`.
+        in_bf16: name of each linear layer that computes in BF16 since FP8 gains nothing -> the reason; None before the first step.
     """
 
     _step_supports_amp_scaling = True  # read by GradScaler
@@ -88,6 +95,8 @@ class LoopOptimizer(LowPrecisionOptimizer):
     _averaged = False  # whether gradients were averaged since the last step
     _complete = False  # whether p.grad is there for every average
     _gathered: dict[torch.Tensor, torch.Tensor] | None = None  # averages of whole parameters under ZeRO, for who uses p.grad
+    fp8_min_gain = 0.0
+    in_bf16: dict[str, str] | None = None
     live = True  # until another optimizer of `msamp.initialize` replaces it
 
     def __init__(
@@ -99,6 +108,7 @@ class LoopOptimizer(LowPrecisionOptimizer):
         self._show_averages()
         _LIVE.add(self)
         self._attach_casts()
+        self.scaling.compute_in_bf16({})  # what an earlier optimizer's first step decided
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         taken = state.pop("taken", None)  # missing when torch's load_state_dict calls this, which does not change the gradients
@@ -339,6 +349,8 @@ class LoopOptimizer(LowPrecisionOptimizer):
         finally:
             self.loss_scale = given
         self.scaling.roll(self.group, self.usable)
+        if self.fp8_min_gain and self.in_bf16 is None:
+            self._decide_layers()
         if self.shard.ranks == 1:  # otherwise weights are still being gathered, or FSDP measures rows
             self.scaling.measure_weights()
         if self.grad_sync is not None:
@@ -349,6 +361,17 @@ class LoopOptimizer(LowPrecisionOptimizer):
             self._averaged = self._complete = False
             self._gathered = None
         self._taken()
+
+    def _decide_layers(self) -> None:
+        """Let linear layers that gain nothing in FP8 compute in BF16 after the first step, as the first process decides. Collective."""
+        decided: list[Any] = [None]
+        if self.group is None or dist.get_rank(self.group) == 0:
+            decided = [layer_gains.decide(self.scaling, self.recipe, self.fp8_min_gain, layer_gains.default_measure())]
+            _LOG.info("%s", decided[0][1])
+        if self.group is not None:
+            dist.broadcast_object_list(decided, dist.get_global_rank(self.group, 0), self.group)
+        self.in_bf16 = decided[0][0]
+        self.scaling.compute_in_bf16(self.in_bf16)
 
     def decide(self, ready: Sequence[Holding]) -> GradientDecision:
         """Like the base class's; a step is also not usable if torch's GradScaler found an overflow on any process."""
@@ -376,20 +399,28 @@ class LoopOptimizer(LowPrecisionOptimizer):
                     self._init_state(holding)
         packed = super().state_dict(everywhere=everywhere or distributed)
         elsewhere = {_ON_FIRST_RANK: True} if any(self.state.values()) and not packed["state"] else {}
-        return {**packed, **elsewhere, "state": packed_names(packed["state"])}
+        wide = {_IN_BF16: self.in_bf16} if self.in_bf16 else {}
+        return {**packed, **elsewhere, **wide, "state": packed_names(packed["state"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Like the base class's; states of torch's AdamW, Adam, SGD and Muon and of other recipes are converted to its formats.
+        """Like the base class's; states of torch's AdamW, Adam, SGD and Muon and of other recipes are converted to its formats. With an
+        `fp8_min_gain`, the layers that computed in BF16 do so again.
 
         Raises:
-            ValueError: as the base class's, and for what `state_dict` returned under ZeRO on another rank than the first.
+            ValueError: as the base class's, for what `state_dict` returned under ZeRO on another rank than the first, and for layers in
+                BF16 that this model does not have.
         """
+        wide = state_dict.get(_IN_BF16) if self.fp8_min_gain else None
+        check_layers(wide, self.scaling.linears)
         if state_dict.get(_ON_FIRST_RANK):
             raise ValueError(
                 "this state dict has no states, since under ZeRO only the group's first rank returns them; load the first rank's on "
                 "every rank"
             )
         super().load_state_dict(in_own_formats(self, {**state_dict, "state": unpacked_names(state_dict["state"])}))
+        if wide is not None:
+            self.in_bf16 = dict(wide)
+            self.scaling.compute_in_bf16(self.in_bf16)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.grad_sync is not None:
@@ -397,8 +428,9 @@ class LoopOptimizer(LowPrecisionOptimizer):
                 "an optimizer of several processes cannot be copied or pickled, since its gradient synchronizer is attached to the "
                 "model's parameters; save state_dict(), and load it into an optimizer that msamp.initialize returns for the copy"
             )
-        own = {"recipe": self.recipe, "scaling": self.scaling, "grad_sync": None, "taken": [_is_taken(p) for p in self._params()]}
-        return {**super().__getstate__(), **own, "untaken": self._untaken()}
+        own = {name: getattr(self, name) for name in ("recipe", "scaling", "fp8_min_gain", "in_bf16")}
+        taken = {"taken": [_is_taken(p) for p in self._params()], "untaken": self._untaken()}
+        return {**super().__getstate__(), **own, "grad_sync": None, **taken}
 
 
 def _is_taken(p: torch.Tensor) -> bool:
@@ -416,32 +448,3 @@ def optimizers_of(params: Iterable[torch.Tensor]) -> "list[LoopOptimizer]":
     """Return the optimizers of `msamp.initialize` that have one of the parameters."""
     asked = {id(p) for p in params}
     return [known for known in _LIVE if known.live and any(id(p) in asked for group in known.param_groups for p in group["params"])]
-
-
-def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Clip gradients like `torch.nn.utils.clip_grad_norm_`, for plain and FP8 gradients together, on any number of processes.
-
-    If the parameters' optimizer averages gradients over several processes, it clips the average, and the call is collective.
-
-    For an FP8 gradient the coefficient is folded into its scale_inv, so no element is rounded again.
-
-    Args:
-        parameters: one or several.
-        max_norm: above 0.
-        norm_type: 2.
-
-    Returns:
-        The norm before clipping, FP64 0-dim, the same on all processes.
-
-    Raises:
-        ValueError: if `max_norm` is not positive, `norm_type` is not 2, or the parameters belong to optimizers with separate averages.
-    """
-    if norm_type != 2:
-        raise ValueError(f"norm_type is {norm_type}; it must be 2: for others call optimizer.synchronize() and torch's clip_grad_norm_")
-    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    owners = optimizers_of(params)
-    if len(owners) > 1 and any(owner.group is not None for owner in owners):
-        raise ValueError(f"the parameters belong to {len(owners)} optimizers that average gradients separately; clip each one's separately")
-    if len(owners) == 1:
-        return owners[0].clip(params, max_norm)
-    return clip_([g for g in map(gradient, params) if g is not None], max_norm)

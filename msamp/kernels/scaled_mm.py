@@ -109,6 +109,27 @@ def _decode(x: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
     return _values(x.dtype, wide).index_select(0, x.view(torch.uint8).reshape(-1).int()).view(x.shape)
 
 
+def bf16_linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Compute `x @ w.T + bias` with both operands in BF16 and gradients from the same operands.
+
+    A CPU that only emulates BF16 multiplies the BF16 values in FP32 and rounds once, as tensor cores do.
+
+    Args:
+        x: [..., K] of any float dtype, which the result has.
+        w: BF16 [N, K].
+        bias: [N] or None.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        rows = x.to(torch.bfloat16)
+        inside = bias if bias is not None and x.dtype == torch.bfloat16 else None  # in the GEMM, before its result is rounded
+        if native_bf16(x.device):
+            y = F.linear(rows, w, None if inside is None else inside.to(torch.bfloat16))
+        else:
+            y = F.linear(rows.float(), w.float(), None if inside is None else inside.float()).to(torch.bfloat16)
+        y = y.to(x.dtype)
+        return y if bias is None or inside is not None else y + bias.to(y.dtype)
+
+
 def emulated_mm(
     a: torch.Tensor, b: torch.Tensor, a_scale_inv: torch.Tensor, b_scale_inv: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:

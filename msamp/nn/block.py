@@ -110,6 +110,8 @@ class NormWeights(NamedTuple):
 
     def transposed(self, total: torch.Tensor, kept: "KeptByBlock", dtype: torch.dtype) -> torch.Tensor:
         """In backward: return the transpose of `cast`'s payload, with the same codes."""
+        if dtype.itemsize > 1:
+            return self.run(total, scale=None, amax_slot=None, dtype=dtype).y.t()
         return ops.normalize_transposed(
             total, kept.mean, kept.rstd, self.weight, self.bias, scale_inv=kept.input_scale_inv, dtype=dtype, rms=self.norm.rms
         )
@@ -273,11 +275,15 @@ def start_grad_output(layer: LayerGemm, grad: torch.Tensor, scale_inv: torch.Ten
     scale, amax_slot, shared = _scale(layer.grad, layer.gemm.grad_output, ends, lambda: ops.amax(rows) if maxima is None else maxima.max())
     layouts = {"row": True, "col": not ends.spread, "colsum": colsum}
     maxima = maxima if shared is None else None
-    cast = CastTransposed(
-        *ops.cast_transpose(
-            rows, scale=scale, amax_slot=amax_slot, dtype=layer.grad_dtype, scale_inv_slot=scale_inv, maxima=maxima, **layouts
+    if layer.in_bf16:
+        wide = rows.to(layer.grad_dtype)
+        cast = CastTransposed(wide, wide.t(), scale_inv, rows.sum(0, keepdim=True, dtype=torch.float32) if colsum else scale_inv)
+    else:
+        cast = CastTransposed(
+            *ops.cast_transpose(
+                rows, scale=scale, amax_slot=amax_slot, dtype=layer.grad_dtype, scale_inv_slot=scale_inv, maxima=maxima, **layouts
+            )
         )
-    )
     if shared is not None:
         scale_inv.add_(shared, alpha=0)
     if layer.grad.watch is not None:
@@ -321,7 +327,8 @@ def first_grad_output(layer: LayerGemm, run: Callable[..., _Cast], *, colsum: bo
     outputs = run(dtype=layer.grad_dtype, scale=slot.scale, amax_slot=slot.amax, colsum=colsum, scale_inv_slot=scale_inv)
     if slot.watch is not None:
         slot.watch(run(dtype=torch.float32, scale=None, amax_slot=None).payload, outputs.payload, scale_inv)
-    return Operand.tensorwise(outputs.payload, scale_inv=scale_inv, payload_t=outputs.payload_t), outputs
+    transposed = outputs.payload.t() if layer.in_bf16 else outputs.payload_t
+    return Operand.tensorwise(outputs.payload, scale_inv=scale_inv, payload_t=transposed), outputs
 
 
 def finish_backward(

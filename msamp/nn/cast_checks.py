@@ -1,12 +1,14 @@
-"""Which casts a linear layer supports: checks that raise before a layer is built."""
+"""Which casts a linear layer supports, and which scales a run can have saved: checks that raise before anything is built or loaded."""
+
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from msamp.kernels.scaled_mm import check_blockwise, warn_if_blocks_emulated
-from msamp.numerics.formats import Format
+from msamp.numerics.formats import FP32, Format
 from msamp.numerics.granularity import TENSORWISE, Block
 from msamp.numerics.recipe import Cast, Gemms
-from msamp.numerics.scaling import check_rule
+from msamp.numerics.scaling import MAX_EXPONENT, Current, Delayed, check_rule
 
 
 def check_gemm(gemm: Gemms) -> None:
@@ -65,3 +67,25 @@ def wire_cast(wire: Format, operands: tuple[Cast, Cast]) -> Cast:
             "compute dtype: use a recipe with fp8_wire=False"
         )
     return cast
+
+
+def check_buffers(state: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype], casts: Sequence[Cast]) -> None:
+    """Check the saved buffers of a layer's scales, which have these dtypes and a row for each of the casts.
+
+    Raises:
+        ValueError: naming the first buffer that no run can have written: a wrong dtype, a value out of range, a scale that is not a
+            power of two although the rule requires it, or a scale_inv that is not the inverse of its scale.
+    """
+    for name, x in state.items():
+        if x.dtype != dtypes[name]:
+            raise ValueError(f"{name} is {x.dtype}; it must be {dtypes[name]}")
+        low, high = (2.0**-MAX_EXPONENT, 2.0**MAX_EXPONENT) if name in ("scale", "scale_inv") else (0.0, FP32.max)
+        wrong = x[~((x >= low) & (x <= high))]
+        if len(wrong):
+            raise ValueError(f"{name} contains {float(wrong[0]):g}; it must be in [{low:g}, {high:g}]")
+    scale, by_powers = state["scale"], [isinstance(cast.scaling, Current | Delayed) for cast in casts]
+    odd = scale[torch.tensor(by_powers, device=scale.device) & (torch.frexp(scale).mantissa != 0.5)]
+    if len(odd):
+        raise ValueError(f"scale contains {float(odd[0]):g}; it must be a power of two")
+    if ((state["scale_inv"] * scale - 1).abs() > 2.0**-20).any():
+        raise ValueError(f"scale_inv is {state['scale_inv'].tolist()}; it must be the inverse of scale, {scale.tolist()}")

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from msamp.kernels import ops
+from msamp.kernels.reference.tally import tally_ as reference_tally_
 from msamp.numerics.recipe import Cast
 from msamp.numerics.scaling import Current, inverse
 
@@ -52,6 +53,11 @@ class RowGroups:
         if self._on_device is None or self._on_device.device != amax.device:
             self._on_device = torch.tensor(self._first, device=amax.device)
         return amax.scatter_reduce(0, self._on_device, amax, "amax")[self._on_device]
+
+
+def tally_operand_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor, scale_inv: torch.Tensor) -> None:
+    """Run `ops.tally_` on a watch's arguments: the kernel for one scale, its reference twin on the same device for several."""
+    (reference_tally_ if scale_inv.dim() else ops.tally_)(row, x, payload, scale_inv)
 
 
 def both(first: Watch | None, second: Watch | None) -> Watch | None:

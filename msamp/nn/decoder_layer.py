@@ -29,6 +29,7 @@ from torch import nn
 from msamp.nn.block import Norm
 from msamp.nn.decoder_families import CACHES, Family, arguments_of, family_of, host_of, unrecognized
 from msamp.nn.gemm import LayerGemm
+from msamp.nn.layer_gains import MLP
 from msamp.nn.linear import FP8Linear
 from msamp.nn.linear_fn import LinearFunction, LinearSettings, checked_label
 from msamp.nn.mlp_block import MLPBlock, MLPSettings
@@ -115,7 +116,7 @@ class FusedDecoderLayer(_Fused):
         if family.optional_rope and not own.use_rope:
             cos = sin = cos.new_empty(x.shape[1], 0)
         heads, groups = (layer.out_features // own.head_dim for layer in layers[:2])
-        gemm = _gemm(layers)
+        gemm = _gemm(layers, x)
         settings = ProjectionSettings(
             Norm(norm.variance_epsilon, rms=True), gemm, heads, groups, cos, sin, dtype, len(norms), family.head_norms == "all"
         )
@@ -133,22 +134,23 @@ class FusedDecoderLayer(_Fused):
         o = o.reshape(*x.shape[:-1], -1)
         if _why_apart((), (own.o_proj,), None):
             return x, own.o_proj(o)
-        settings_of_o = LinearSettings(
-            _gemm((own.o_proj,)), label=checked_label(own.o_proj.weight, o), cast_again=True
-        )  # attention saves `o` too
+        gemm, label = _gemm((own.o_proj,), o), checked_label(own.o_proj.weight, o)
+        settings_of_o = LinearSettings(gemm, label=label, cast_again=not gemm.in_bf16)  # attention saves `o` too
         return x, LinearFunction.apply(o, own.o_proj.weight, own.o_proj.bias, settings_of_o)  # type: ignore[no-untyped-call]
 
     def _mlp(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
         norm, (gate, up), down = self.post_attention_layernorm, joined_mlp(self), self.mlp.down_proj
-        gemms = _gemm((gate, up)), _gemm((down,))
+        gemms = _gemm((gate, up), x), _gemm((down,), x)
         settings = MLPSettings(Norm(norm.variance_epsilon, rms=True), *gemms, "swiglu", recompute=False)
         weights = (norm.weight, None, gate.weight, _bias((gate, up)), down.weight, down.bias)
         return MLPBlock.apply(x, delta, *weights, settings, up.weight)  # type: ignore[no-any-return, no-untyped-call]
 
-    def scalings_alike(self) -> list[list[LinearScaling]]:
-        """Return the scalings of the layers that one GEMM joins, which must have equal histories (`ScalingState`)."""
-        groups = (joined_attention(self), joined_mlp(self) if hasattr(self.mlp, "down_proj") else ())
-        return [[layer.scaling for layer in group] for group in groups if group and all(isinstance(layer, FP8Linear) for layer in group)]
+    def scalings_alike(self) -> list[tuple[str, list[tuple[LinearScaling, ...]]]]:
+        """Return for each half the scalings of its layers in FP8, those that one GEMM joins together (`ScalingState`)."""
+        halves = {"attention": (joined_attention(self), (self.self_attn.o_proj,))}
+        halves |= {MLP: (joined_mlp(self), (self.mlp.down_proj,))} if hasattr(self.mlp, "down_proj") else {}
+        low = {kind: [group for group in half if all(isinstance(layer, FP8Linear) for layer in group)] for kind, half in halves.items()}
+        return [(kind, [tuple(layer.scaling for layer in group) for group in half]) for kind, half in low.items() if half]
 
 
 _MIXINS = (FusedDecoderLayer, FusedNorm)
@@ -212,8 +214,11 @@ def joined_mlp(layer: nn.Module) -> tuple[Any, ...]:
     return mlp.gate_proj, mlp.up_proj
 
 
-def _gemm(layers: Sequence[Any]) -> LayerGemm:
-    """Return the current scales of layers that read one input, as those of one GEMM; the slots are the first layer's."""
+def _gemm(layers: Sequence[Any], x: torch.Tensor) -> LayerGemm:
+    """Return the current scales of layers that read one input with as many rows as `x`, as those of one GEMM; the slots are the first's."""
+    for layer in layers:
+        if layer.scaling.shape is None:
+            layer.scaling.note(x, layer.weight)
     first, *more = layers
     return LayerGemm.of(first.scaling, first.weight)._replace(more=tuple(layer.scaling.weight_scales(layer.weight) for layer in more))
 
@@ -288,6 +293,8 @@ def _why_apart(joined: Iterable[nn.Module], single: Iterable[nn.Module], convert
                 return "the precision guard has raised a layer inside it to BF16"
             if not scaling.fusible:
                 return "its casts do not have one power-of-two scale per tensor"
+            if bool(scaling.in_bf16) != bool(joined[0].scaling.in_bf16 if joined else scaling.in_bf16):  # type: ignore[union-attr]
+                return "one product inside it computes in BF16"
             if 0 < number < len(joined) and (scaling.watches or scaling.checks or scaling.sums):
                 return "casts of a layer inside it are measured"
         if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:

@@ -19,7 +19,7 @@ scales factor out of its partial sum.
 
 Every FP8 product goes through `LayerGemm`: the linear function, the fused blocks (whose kernels write operands themselves), and the
 tensor-parallel layers (which gather payloads between cast and GEMM). What depends on the granularity is in a `GranularityKernels`. There
-are three: kernels for one scale per tensor, kernels for blocks, and plain torch for any other granularity.
+are three: kernels for one scale per tensor, for blocks, and plain torch for any other granularity.
 
 Next: `linear_fn` and the fused blocks call this file. `msamp.kernels.ops` contains the kernels, `msamp.numerics.block_scale` the rules for
 block scales, and `scaling_state` the scales that a layer keeps from step to step.
@@ -34,13 +34,13 @@ import torch
 
 from msamp.kernels import ops, scalar_pool
 from msamp.kernels.reference.block_cast import has_kernel
-from msamp.kernels.reference.tally import tally_ as reference_tally_
-from msamp.kernels.scaled_mm import have_product
+from msamp.kernels.scaled_mm import bf16_linear, have_product
 from msamp.nn.cast_scales import CastScales, just_in_time_scale, own_rule
 from msamp.nn.channel_scales import ChannelSlots
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.accumulation import tally_product_
 from msamp.numerics.block_scale import name_of, values
+from msamp.numerics.formats import BF16
 from msamp.numerics.granularity import TENSORWISE, Block, Granularity
 from msamp.numerics.quantize import dequantize, quantize
 from msamp.numerics.recipe import Cast, Gemms, Product
@@ -260,16 +260,14 @@ def cast_operand(
     Returns:
         The operand. Each scale_inv is a copy, and is NaN where the values that it scales are not finite.
     """
+    if cast.format is BF16:
+        wide = x.to(BF16.dtype)
+        return Operand.tensorwise(wide, scale_inv=x.new_empty(0, dtype=torch.float32), payload_t=wide.t())
     operand = kernels_of(cast.granularity).cast(x, slot, cast, row, col, combine)
     if slot.watch is not None:
         seen, x2d = (operand, x) if row else (operand.transposed(), x.t())
         slot.watch(x2d, seen.codes, seen.element_scale_inv)
     return operand
-
-
-def tally_operand_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor, scale_inv: torch.Tensor) -> None:
-    """Run `ops.tally_` on a watch's arguments: the kernel for one scale, its reference twin on the same device for several."""
-    (reference_tally_ if scale_inv.dim() else ops.tally_)(row, x, payload, scale_inv)
 
 
 class RowProduct(NamedTuple):
@@ -293,7 +291,9 @@ class RowProduct(NamedTuple):
     tallies: tuple[torch.Tensor, ...] = ()
 
     def of(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return the product [M, N] of all rows, FP8 [M, K]."""
+        """Return the product [M, N] of all rows, FP8 or BF16 [M, K]."""
+        if codes.dtype == BF16.dtype:
+            return bf16_linear(codes, self.right.codes, self.bias).to(self.dtype)
         out = ops.scaled_mm(codes, self.right.codes, self.scale_inv, self.right.scale_inv, self.bias, self.dtype, fast_accum=self.fast)
         return self._tallied(out, codes)
 
@@ -312,8 +312,12 @@ class RowProduct(NamedTuple):
         return out
 
 
+_IN_BF16 = Gemms.of(Cast(BF16), Cast(BF16), Cast(BF16))
+_UNSCALED = CastScales(None, None, None)
+
+
 class LayerGemm(NamedTuple):
-    """One linear layer in this step: how its tensors are cast, the current scales, and its three GEMMs.
+    """One linear layer in this step: how its tensors are cast, the current scales, and its three GEMMs; all in BF16 if FP8 gains nothing.
 
     Attributes:
         gemm: the casts.
@@ -342,10 +346,17 @@ class LayerGemm(NamedTuple):
     @classmethod
     def of(cls, scaling: LinearScaling, weight: ScalingTensor) -> "LayerGemm":
         """Take the layer's current scales. Amaxes are recorded while gradients are enabled."""
+        if scaling.in_bf16:
+            return cls(_IN_BF16, _UNSCALED, _UNSCALED, None, scaling.weight_scales(weight))
         x, grad, *wire = scaling.slots(record=torch.is_grad_enabled())
         channels = scaling.channel_slots(record=torch.is_grad_enabled())
         tallies = scaling.tallies if torch.is_grad_enabled() else None
         return cls(scaling.gemm, x, grad, wire[0] if wire else None, scaling.weight_scales(weight), channels, tallies)
+
+    @property
+    def in_bf16(self) -> bool:
+        """Whether the operands are BF16, and transposes are views."""
+        return self.gemm is _IN_BF16
 
     @property
     def x_dtype(self) -> torch.dtype:
@@ -370,6 +381,10 @@ class LayerGemm(NamedTuple):
     def weight(self, payload: torch.Tensor, *more: torch.Tensor, transpose: bool = False) -> Operand:
         """Return the FP8 weight from the stored payload [N, K], or from those of all layers of a joined GEMM. Its `payload` is [N, K],
         divided by the scales of the input's channels, or [K, N] with `transpose`, for grad_input, which does not sum over the channels."""
+        if self.gemm is _IN_BF16:
+            pairs = zip((payload, *more), (self.scales, *self.more), strict=True)
+            joined = torch.cat([part.to(BF16.dtype, copy=True).mul_(scale_inv) for part, (_, scale_inv) in pairs])
+            return Operand.tensorwise(joined.t() if transpose else joined, scale_inv=self.scales[1])
         if more:
             dtype, (multipliers, scale_invs) = self.gemm.weight.format.dtype, map(list, zip(self.scales, *self.more, strict=True))
             codes, common = ops.join_weights([payload, *more], multipliers, scale_invs, dtype, transpose=transpose)
@@ -427,5 +442,7 @@ class LayerGemm(NamedTuple):
 
 def multiply(a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, product: Product) -> torch.Tensor:
     """`a b^T + bias` [M, N] of `dtype` from two operands with payloads [M, K] and [N, K], and a bias [N] of `dtype` or None."""
+    if a.payload is not None and a.payload.dtype == BF16.dtype:
+        return bf16_linear(a.payload, b.codes, bias).to(dtype)
     alike = type(a.granularity) is type(b.granularity)
     return (kernels_of(a.granularity) if alike else _DEFINITION).multiply(a, b, bias, dtype, product.fast)

@@ -115,5 +115,5 @@ def cast_packed(grad: torch.Tensor, *, dtype: torch.dtype, colsum: bool = False,
     without transpose and scale_inv."""
     if dtype.itemsize > 1:
         empty = grad.new_empty(0, dtype=torch.float32)
-        return CastTransposed(grad.to(dtype), grad.new_empty(0), empty, empty)
+        return CastTransposed(grad.to(dtype), grad.new_empty(0), empty, grad.sum(0, keepdim=True, dtype=torch.float32) if colsum else empty)
     return CastTransposed(*ops.cast_transpose(grad, dtype=dtype, row=True, col=True, colsum=colsum, **options))

@@ -151,6 +151,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sca
     if not isinstance(weight, ScalingTensor):
         return torch.nn.functional.linear(x, weight, bias)
     label = checked_label(weight, x)
+    if scaling.shape is None:
+        scaling.note(x, weight)
     if scaling.raised:
         return raised_linear(activation(x), weight, bias, scaling)
     return LinearFunction.apply(activation(x), weight, bias, LinearSettings(LayerGemm.of(scaling, weight), label=label))

@@ -184,9 +184,14 @@ def _inner(
         return ActivationGradient(*ops.activate_backward(grad_a, y, channel_scale=channels, **a, **options))
 
     grad, outputs = first_grad_output(fc1, through_activation, colsum=kept.first_bias is not None, device=device)
-    activated = Operand.tensorwise(scale_inv=kept.last_scale_inv, payload_t=outputs.activated_t)
 
     def grad_fc2() -> torch.Tensor | None:
-        return None if fc2_dtype is None else fc2.grad_weight(g, activated, fc2_dtype, channels)
+        if fc2_dtype is None:
+            return None
+        activated_t = outputs.activated_t
+        if fc2.in_bf16:
+            activated_t = Activated(*ops.activate(y, settings.activation, scale=None, amax_slot=None, dtype=fc2.x_dtype)).payload.t()
+        activated = Operand.tensorwise(scale_inv=kept.last_scale_inv, payload_t=activated_t)
+        return fc2.grad_weight(g, activated, fc2_dtype, channels)
 
     return Inner(grad, first_sums=outputs.sums, last_sums=grad_y.sums, last_weight=grad_fc2, again=again)

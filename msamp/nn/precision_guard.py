@@ -38,8 +38,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from msamp.nn.cast_scales import tally_operand_
 from msamp.nn.expert_matrices import ExpertMatrices
-from msamp.nn.gemm import LayerGemm, tally_operand_
+from msamp.nn.gemm import LayerGemm
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, PRODUCTS, LinearScaling
 from msamp.numerics import accumulation
 from msamp.numerics.metrics import TALLY, judge
@@ -270,7 +271,8 @@ class LayerGuard:
             dist.all_reduce(sums, group=self.group)
         casts, products = sums.split([len(TENSORS) * SUMS, self._sums[0].numel()], 1)
         tallies, shrunk = casts.reshape(-1, len(TENSORS), SUMS).tolist(), products.reshape(self._sums.shape).tolist()
-        if not any(tally[0] for layer in tallies for tally in layer[: TENSORS.index("weight")]):
+        idle = self.layers and all(layer.scaling.in_bf16 for layer in self.layers.values())  # nothing is cast (`msamp.nn.layer_gains`)
+        if not idle and not any(tally[0] for layer in tallies for tally in layer[: TENSORS.index("weight")]):
             raise ValueError(
                 f"no FP8 layer ran in step {step}, so the guard measured nothing: call step() once per training step, and run every "
                 f"{self.every}-th step outside of a CUDA graph that was captured before"
@@ -284,7 +286,7 @@ class LayerGuard:
         for number, name in enumerate(self.names):
             if name in self.layers:
                 layer = self.layers[name]
-                if layer.weight.format != layer.scaling.gemm.weight.format:
+                if layer.weight.format != layer.scaling.gemm.weight.format and not layer.scaling.in_bf16:
                     values, operand = LayerGemm.of(layer.scaling, layer.weight).weight_cast(layer.weight)
                     tally_operand_(self._table[number, TENSORS.index("weight")], values, operand.codes, operand.element_scale_inv)
 

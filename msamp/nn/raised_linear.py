@@ -16,10 +16,9 @@ would have. That cast is one read in ordinary steps, and its result is dropped.
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from msamp.kernels import ops
-from msamp.kernels.scaled_mm import native_bf16
+from msamp.kernels.scaled_mm import bf16_linear
 from msamp.nn.block import unviewed
 from msamp.nn.cast_scales import CastScales
 from msamp.nn.channel_scales import ChannelSlots
@@ -49,27 +48,6 @@ def raised_linear(x: torch.Tensor, weight: ScalingTensor, bias: torch.Tensor | N
 def bf16_weight(weight: torch.Tensor) -> torch.Tensor:
     """Return the values of a stored weight [N, K] in BF16. Its backward passes the gradient on, in the weight's outer dtype."""
     return _Values.apply(weight)
-
-
-def bf16_linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Compute `x @ w.T + bias` with both operands in BF16 and gradients from the same operands.
-
-    A CPU that only emulates BF16 multiplies the BF16 values in FP32 and rounds once, as tensor cores do.
-
-    Args:
-        x: [..., K] of any float dtype, which the result has.
-        w: BF16 [N, K].
-        bias: [N] or None.
-    """
-    with torch.autocast(x.device.type, enabled=False):
-        rows = x.to(torch.bfloat16)
-        inside = bias if bias is not None and x.dtype == torch.bfloat16 else None  # in the GEMM, before its result is rounded
-        if native_bf16(x.device):
-            y = functional.linear(rows, w, None if inside is None else inside.to(torch.bfloat16))
-        else:
-            y = functional.linear(rows.float(), w.float(), None if inside is None else inside.float()).to(torch.bfloat16)
-        y = y.to(x.dtype)
-        return y if bias is None or inside is not None else y + bias.to(y.dtype)
 
 
 def observe_input(x: torch.Tensor, scaling: LinearScaling, *, sums: bool = False) -> torch.Tensor:

@@ -11,13 +11,13 @@ from torch import nn
 
 from msamp.kernels import ops
 from msamp.kernels.scalar_pool import aligned
-from msamp.nn.cast_checks import check_device, check_gemm, check_smooth, wire_cast
+from msamp.nn.cast_checks import check_buffers, check_device, check_gemm, check_smooth, wire_cast
 from msamp.nn.cast_scales import CastScales, RowGroups, Watch, both, own_rule, scales_of_weights
 from msamp.nn.channel_scales import AllChannels, ChannelScales, ChannelSlots, ChannelsOfRow
-from msamp.numerics.formats import FP32, Format
+from msamp.numerics.formats import Format
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.recipe import Cast, Gemms
-from msamp.numerics.scaling import MAX_EXPONENT, Current, Delayed, Scaling, inverse
+from msamp.numerics.scaling import Scaling, inverse
 from msamp.numerics.tensor import ScalingTensor
 
 INPUT, GRAD_OUTPUT, WIRE = 0, 1, 2  # rows of a layer's buffers
@@ -125,25 +125,8 @@ class TensorScales(nn.Module):
         return tuple(slot(row) for row in range(len(self.casts)))
 
     def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Check saved buffers.
-
-        Raises:
-            ValueError: naming the first buffer that no run can have written: a wrong dtype, a value out of range, a scale that is not a
-                power of two although the rule requires it, or a scale_inv that is not the inverse of its scale.
-        """
-        for name, x in state.items():
-            if x.dtype != getattr(self, name).dtype:
-                raise ValueError(f"{name} is {x.dtype}; it must be {getattr(self, name).dtype}")
-            low, high = (2.0**-MAX_EXPONENT, 2.0**MAX_EXPONENT) if name in ("scale", "scale_inv") else (0.0, FP32.max)
-            wrong = x[~((x >= low) & (x <= high))]
-            if len(wrong):
-                raise ValueError(f"{name} contains {float(wrong[0]):g}; it must be in [{low:g}, {high:g}]")
-        scale, by_powers = state["scale"], [isinstance(cast.scaling, Current | Delayed) for cast in self.casts]
-        odd = scale[torch.tensor(by_powers, device=scale.device) & (torch.frexp(scale).mantissa != 0.5)]
-        if len(odd):
-            raise ValueError(f"scale contains {float(odd[0]):g}; it must be a power of two")
-        if ((state["scale_inv"] * scale - 1).abs() > 2.0**-20).any():
-            raise ValueError(f"scale_inv is {state['scale_inv'].tolist()}; it must be the inverse of scale, {scale.tolist()}")
+        """Raise a ValueError that names the first saved buffer that no run can have written, see `check_buffers`."""
+        check_buffers(state, {name: own.dtype for name, own in self._buffers.items() if own is not None}, self.casts)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "watches": {}, "checks": {}, "sums": {}, "_known_slots": {}}
@@ -186,11 +169,16 @@ class LinearScaling(TensorScales):
         raised: whether the layer computes in BF16 for now (`msamp.nn.raised_linear`); `msamp.nn.precision_guard` sets it. No buffer: a
             guard's state has it.
         fusible: `Gemms.fusible`, which takes long enough to show in every forward of a fused layer.
+        shape: rows, inputs and outputs of the layer in its first forward in training; None before.
+        in_bf16: why the layer computes in BF16 for good (`msamp.nn.layer_gains`); "" if it does not.
 
     Raises:
         ValueError: if a cast is not supported (`check_gemm`), `wire` is not the format of an operand or has block scales, or channels have
             scales although the input's scale is not delayed.
     """
+
+    shape: tuple[int, int, int] | None = None
+    in_bf16 = ""
 
     def __init__(self, gemm: Gemms, device: torch.device | str | None = None, wire: Format | None = None, *, channels: int = 0) -> None:
         check_gemm(gemm)
@@ -210,13 +198,17 @@ class LinearScaling(TensorScales):
         return f"input {self.gemm.input}, grad_output {self.gemm.grad_output}"
 
     def weight_was_written(self) -> None:
-        """Restart the windows, because something other than the optimizer wrote the layer's weight: amaxes measured with other weights do
-        not predict the amaxes with this one. Averaged models (torch's AveragedModel with `use_buffers`) also mix `scale` and `history` of
-        several steps."""
+        """Restart the windows, because something other than the optimizer wrote the layer's weight, whose amaxes others do not predict.
+        Averaged models (torch's AveragedModel with `use_buffers`) also mix `scale` and `history` of several steps."""
         self.seen.zero_()
         self._count(0)
         if self.channels is not None:
             self.channels.reset()
+
+    def note(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+        """Note the shape of the first forward in training, of `x` [.., K] and the weight [N, K]."""
+        if self.shape is None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.shape = (x.numel() // max(1, x.shape[-1]), weight.shape[1], weight.shape[0])
 
     def add_channels(self, features: int) -> None:
         """Give each of the input's `features` channels its own scale, if they have none. ValueError if the casts do not support them."""
@@ -240,13 +232,14 @@ class LinearScaling(TensorScales):
     def weight_scales(self, weight: ScalingTensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the multiplier from `weight.payload` to FP8 and the scale_inv of the FP8 weight, both FP32 0-dim.
 
-        For an FP8 payload, and for a weight that is not cast with one scale, both are the stored scale_inv.
+        For an FP8 payload, and for a weight that is not cast, or not with one scale, both are the stored scale_inv.
 
         The scale comes from the weight's own amax. It is measured again when the payload's version counter shows that the weight changed,
         once per step and without a sync. `ScalingState.measure_weights` does it for all layers together. A graph (torch.compile or a CUDA
         graph) would treat the version as a constant, so there every forward reads the weight to measure its amax.
         """
-        if weight.payload.dtype == self.gemm.weight.format.dtype or self.gemm.weight.granularity != TENSORWISE:
+        cast = self.gemm.weight
+        if weight.payload.dtype == cast.format.dtype or cast.granularity != TENSORWISE or self.in_bf16:
             return weight.scale_inv, weight.scale_inv
         payload = weight.payload
         in_graph = torch.compiler.is_compiling() or (payload.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -289,27 +282,43 @@ class LinearScaling(TensorScales):
 
     def extra_repr(self) -> str:
         wire = f", partial sums {self.casts[WIRE].format}" if len(self.casts) > WIRE else ""
-        return f"{self.described}{wire}{', raised to BF16' if self.raised else ''}"
+        return f"{self.described}{wire}{', raised to BF16' if self.raised else ''}{', in BF16' if self.in_bf16 else ''}"
 
 
 class ScalingState:
     """All `TensorScales` of a model, rolled together once per step.
 
-    Layers that a fused layer's GEMM joins have one input and one gradient, whose amaxes the first layer's slots record. Modules name such
-    groups by `scalings_alike`, and a roll gives all members the largest amax, so that their scales are valid for each layer on its own too.
+    Layers that a fused layer's GEMM joins have one input and one gradient, whose amaxes the first layer's slots record. Modules list such
+    groups by `scalings_alike`, for each half, which computes in FP8 or in BF16. A roll gives all members of a group the largest amax, so
+    that their scales are valid for each layer on its own too.
 
     Args:
         model: the module tree to search.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.layers: dict[str, TensorScales] = {
-            name: module for name, module in model.named_modules() if isinstance(module, TensorScales) and module.window
-        }
-        self._linears = [module for module in model.modules() if isinstance(module, LinearScaling)]
-        casts = {layer.described for layer in self.layers.values() if isinstance(layer, LinearScaling)}
+        modules = dict(model.named_modules())
+        self._every = {name: module for name, module in modules.items() if isinstance(module, TensorScales) and module.window}
+        self.linears = {name.removesuffix(".scaling"): module for name, module in modules.items() if isinstance(module, LinearScaling)}
+        casts = {layer.described for layer in self._every.values() if isinstance(layer, LinearScaling)}
         if len(casts) > 1:
             raise ValueError(f"layers are cast in different ways ({'; '.join(sorted(casts))}); convert a model with one recipe")
+        fused: list[Any] = [module for module in modules.values() if hasattr(type(module), "scalings_alike")]
+        self.halves: list[tuple[str, list[tuple[LinearScaling, ...]]]] = [half for module in fused for half in module.scalings_alike()]
+        self._may_skip = False  # whether a roll was given `usable`, so that only the device knows which steps count
+        self._arrange()
+
+    def compute_in_bf16(self, names: Mapping[str, str]) -> None:
+        """Let the linear layers of these names, and no other, compute in BF16, for the given reasons. Their scales are not rolled, and are
+        forgotten: a run that loads them into a layer in FP8 must not cast by them."""
+        for name, layer in self.linears.items():
+            if layer.in_bf16 != names.get(name, ""):
+                layer.in_bf16, layer._weight_refs, layer._weight_scales = names.get(name, ""), None, None
+                layer.weight_was_written()
+        self._arrange()
+
+    def _arrange(self) -> None:
+        self.layers = {name: layer for name, layer in self._every.items() if not getattr(layer, "in_bf16", "")}
         members, row = [], 0
         first_rows: dict[TensorScales, int] = {}
         for layer in self.layers.values():
@@ -319,11 +328,9 @@ class ScalingState:
             row += len(layer.casts)
         self._channels = AllChannels(members)
         self._groups = RowGroups(row)
-        for module in model.modules():
-            for first, *others in module.scalings_alike() if hasattr(type(module), "scalings_alike") else ():  # type: ignore[operator]
-                self._groups.join(*(range(first_rows[each], first_rows[each] + WIRE) for each in (first, *others) if each in first_rows))
+        for first, *others in (group for _, groups in self.halves for group in groups):
+            self._groups.join(*(range(first_rows[each], first_rows[each] + WIRE) for each in (first, *others) if each in first_rows))
         self._alike: dict[tuple[Scaling, float], torch.Tensor] | None = None
-        self._may_skip = False  # whether a roll was given `usable`, so that only the device knows which steps count
 
     def _each(self, name: str) -> list[torch.Tensor]:
         """Return a buffer of every layer. Not by attribute: torch's lookup, a thousand times per step, took half of `roll`."""
@@ -387,7 +394,7 @@ class ScalingState:
         in a graph measure their weights themselves.
         """
         alike: dict[tuple[Cast, torch.device, torch.dtype], list[tuple[LinearScaling, torch.Tensor, torch.Tensor]]] = {}
-        for layer in self._linears:
+        for layer in self.linears.values():
             weight = layer.stale_weight()
             if weight is not None and not own_rule(layer.gemm.weight):
                 alike.setdefault((layer.gemm.weight, weight[0].device, weight[0].dtype), []).append((layer, *weight))

@@ -14,8 +14,10 @@ from torch import nn
 from msamp.nn.decoder_layer import FusedDecoderLayer, unrecognized, why_not_attention, why_not_mlp
 from msamp.nn.expert_layer import Experts, HostExperts
 from msamp.nn.filters import DEFAULT, Filter, why_refused
+from msamp.nn.layer_gains import IN_BF16
 from msamp.nn.linear import FP8Linear, Loading
 from msamp.nn.multihead_attention import why_not
+from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.recipe import O2, Recipe
 from msamp.numerics.tensor import PLAIN, ScalingTensor
 
@@ -101,7 +103,8 @@ class Survey:
         for why, left in _by_reason(self.holders).items():
             share = sum(holder.elements for holder in left) / total
             names = _listed([holder.name or "the model itself" for holder in left])
-            lines.append(f"  not converted, {why}: {names}; {share:.1%} of the FLOPs stay in 16 or 32 bits")
+            kind = "" if why.startswith(IN_BF16) else "not converted, "
+            lines.append(f"  {kind}{why}: {names}; {share:.1%} of the FLOPs stay in 16 or 32 bits")
         if self.halves:
             unfused = _by_reason(self.halves)
             count = len(self.halves) - sum(map(len, unfused.values()))
@@ -154,7 +157,7 @@ def decide(model: nn.Module, recipe: Recipe, accept: Filter, left_out: str = "")
             weights.append(module.out_proj.weight)
         if weights:
             tied = any(id(p) in shared for p in weights)
-            why = "" if in_fp8(module) else _why_left(name, module, tied, recipe, accept) or left_out
+            why = _in_bf16(module) if in_fp8(module) else _why_left(name, module, tied, recipe, accept) or left_out
             holders.append(Holder(name, sum(p.numel() for p in weights), why))
             low |= {id(module)} if not why and not in_fp8(module) else set()
     halves = tuple(Half(f"{name} {half}", why) for name, module in model.named_modules() for half, why in _halves(module, low))
@@ -261,6 +264,11 @@ def in_fp8(module: nn.Module) -> bool:
     if isinstance(module, FP8Linear):  # pruning and torch's parametrizations replace `weight` by a plain tensor
         return isinstance(module.weight, ScalingTensor)
     return isinstance(module, Loading) and any(isinstance(p, ScalingTensor) for p in module.parameters(recurse=False))
+
+
+def _in_bf16(module: nn.Module) -> str:
+    """Return why a converted module computes in BF16; "" if it does not, see `msamp.nn.layer_gains`."""
+    return next((part.in_bf16 for part in module.modules() if isinstance(part, LinearScaling) and part.in_bf16), "")
 
 
 def _as_linear(module: nn.Module) -> nn.Linear | None:

@@ -150,5 +150,6 @@ def _fusable(layer: nn.Module) -> bool:
         and isinstance(getattr(layer.weight, "_local_tensor", layer.weight), ScalingTensor)  # between gathers, FSDP2's is a DTensor
         and layer.scaling.gemm.tensorwise
         and not layer.scaling.raised
+        and not layer.scaling.in_bf16
         and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
     )

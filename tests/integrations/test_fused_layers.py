@@ -106,6 +106,31 @@ def test_forward_gradients_and_steps(family, level):
     assert steps(fused, low) == pytest.approx(steps(unfused, other), rel=2e-3)
 
 
+@every_family
+@pytest.mark.parametrize("autocast", [False, True])
+def test_halves_that_gain_nothing_in_fp8_are_fused_in_bf16(family, autocast):
+    """As close to FP32 as BF16 is, with the weights that O2 stores in FP16."""
+    plain, own = build(family, torch.float32), build(family, torch.float32 if autocast else torch.bfloat16)
+    model, optimizer = begin(own, "O2", fp8_min_gain=0)
+    optimizer.scaling.compute_in_bf16(dict.fromkeys(optimizer.scaling.linears, "computed in BF16"))
+    assert fused_halves(model) == 4
+    assert not msamp.survey(model).converted
+    found = plain(input_ids=TOKENS, labels=TOKENS, attention_mask=PADDED)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        outputs = model(input_ids=TOKENS, labels=TOKENS, attention_mask=PADDED)
+    assert sqnr_db(found.logits[PADDED.bool()], outputs.logits[PADDED.bool()]) > 40
+    for output in (found, outputs):
+        output.loss.backward()
+    want, own = gradients(plain), gradients(model)
+    assert want.keys() == own.keys()
+    assert all(sqnr_db(want[name], own[name]) > 27 for name in want)
+    optimizer.step()
+    with model.model.layers[1].mlp.down_proj.register_forward_hook(lambda *_: None):
+        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    optimizer.scaling.linears["model.layers.0.mlp.up_proj"].in_bf16 = ""
+    assert {half.why for half in msamp.survey(model).halves} == {"", "one product inside it computes in BF16"}
+
+
 @pytest.mark.parametrize("family", FAMILIES_OF_EXPERTS)
 def test_mixtures_of_experts(family):
     plain = build(family, torch.float32)

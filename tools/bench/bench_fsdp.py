@@ -158,7 +158,7 @@ def build(text: str, options: argparse.Namespace, device: torch.device) -> tuple
     if kind == "bf16":
         return model, adam, adam.step
     if kind != "torchao":
-        low = fsdp.optimizer(model, adam, kind, reduce_format="fp8-e4m3" if "fp8-reduce" in words else None)
+        low = fsdp.optimizer(model, adam, kind, reduce_format="fp8-e4m3" if "fp8-reduce" in words else None, fp8_min_gain=0)
         return model, low, low.step
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 

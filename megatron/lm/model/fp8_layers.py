@@ -10,19 +10,11 @@ attention wins at some lengths and numbers of heads and loses at others.
 """
 
 import importlib.metadata
-import json
-import math
-import os
-import statistics
-import tempfile
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -31,25 +23,11 @@ from megatron.lm.config.from_checkpoint import with_saved_rounding, with_saved_s
 from megatron.lm.config.presets import linear_shapes
 from megatron.lm.config.sections.baselines import PeerRecipe
 from megatron.lm.config.sections.precision import MEASURED
-from msamp.kernels.cuda_graph import capturing
 from msamp.kernels.fp8_attention import default_scale
-from msamp.kernels.scaled_mm import fp8_hardware
 from msamp.nn.fp8_attention import AttentionScaling, FP8Attention
-from msamp.nn.linear import FP8Linear
+from msamp.nn.layer_gains import Measure, Shape, Times, cached, has_fp8, key_of, measure_linear, seconds
 from msamp.nn.scaling_state import ScalingState
-from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.recipe import Recipe
-
-REPEATS = 20
-L2_BYTES = 256 * 2**20  # written before each launch to flush the L2 cache: in a training step operands come from HBM
-
-
-class Shape(NamedTuple):
-    """Shape of a linear layer on one rank: input rows, input features, output features."""
-
-    tokens: int
-    inputs: int
-    outputs: int
 
 
 class AttentionShape(NamedTuple):
@@ -62,14 +40,6 @@ class AttentionShape(NamedTuple):
     channels: int
 
 
-class Times(NamedTuple):
-    """Seconds of forward and backward."""
-
-    bf16: float
-    fp8: float
-
-
-Measure = Callable[[Shape | AttentionShape, Recipe], Times]
 SavedPrecision = Callable[[], PrecisionConfig | None]
 
 
@@ -84,71 +54,23 @@ class Fp8LayerChoice:
     attention: str = ""
 
 
-def read_table(path: Path) -> dict[str, Times]:
-    """Read cached times by key. A missing or corrupt file reads as empty; invalid entries are skipped."""
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    pairs = {key: value for key, value in table.items() if isinstance(value, list) and len(value) == 2} if isinstance(table, dict) else {}
-    return {key: Times(*pair) for key, pair in pairs.items() if all(type(x) is float and 0 < x < math.inf for x in pair)}
-
-
-def write_table(path: Path, table: Mapping[str, Times]) -> None:
-    """Replace the file atomically, so that no process reads half of it; warn if it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=path.name, delete=False) as stream:
-            json.dump(table, stream, indent=1, sort_keys=True)
-        os.replace(stream.name, path)
-    except OSError as error:
-        warnings.warn(
-            f"FP8 gains could not be saved and will be measured again: {error}; choose a file with --fp8-gain-cache", stacklevel=2
-        )
-
-
 def layer_shapes(model: ModelConfig, parallel: ParallelConfig, micro_batch_size: int) -> dict[str, Shape]:
     """Return the shapes of a transformer layer's linear layers by slot, on one tensor-parallel rank for one micro-batch."""
     tokens, sizes = model.seq_length // parallel.context_parallel_size * micro_batch_size, linear_shapes(model, parallel)
     return {slot: Shape(tokens, inputs, outputs) for slot, (outputs, inputs) in sizes.items()}
 
 
-def _has_fp8() -> bool:
-    return fp8_hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
-
 def default_measure() -> Measure | None:
     """Return `measure` on hardware with FP8, else None: emulated FP8 has no gain."""
-    return measure if _has_fp8() else None
+    return measure if has_fp8() else None
 
 
 def times_by_slot(precision: PrecisionConfig, shapes: Mapping[str, Shape], measure: Measure | None) -> dict[str, Times] | None:
     """Return the times from the cache file; measure and add missing ones. None if some are missing and `measure` is None."""
     recipe = precision.recipe
-    assert recipe.gemm is not None
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    operand = recipe.gemm.input
-    scaling = f"{operand.scaling}" if operand.granularity == TENSORWISE else f"{operand.scaling} {operand.granularity}"
-    # O1 and O2 cast the stored weight twice, O3 does not cast it.
-    where = f"{gpu}, torch {torch.__version__}, weight {recipe.weight}, scaling {scaling}"
-    keys = {slot: f"{where}, {s.tokens} x {s.inputs} x {s.outputs}" for slot, s in shapes.items()}
-    times = _cached(precision, {keys[slot]: shape for slot, shape in shapes.items()}, measure)
+    keys = {slot: key_of(shape, recipe) for slot, shape in shapes.items()}
+    times = cached(precision.fp8_gain_cache, {keys[slot]: shape for slot, shape in shapes.items()}, recipe, measure)
     return times and {slot: times[key] for slot, key in keys.items()}
-
-
-def _cached(precision: PrecisionConfig, shapes: Mapping[str, Shape | AttentionShape], measure: Measure | None) -> dict[str, Times] | None:
-    """Return the times of shapes by key, from the cache file; measure and add missing ones. None as in `times_by_slot`."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    path = Path(precision.fp8_gain_cache or folder / "msamp" / "fp8_gain.json")
-    table = read_table(path)
-    missing = {key: shape for key, shape in shapes.items() if key not in table}
-    if missing:
-        if measure is None:
-            return None
-        new = {key: measure(shape, precision.recipe) for key, shape in missing.items()}
-        table = read_table(path) | new  # another run may have added entries in the meantime
-        write_table(path, table)
-    return {key: table[key] for key in shapes}
 
 
 def choose(
@@ -181,7 +103,7 @@ def choose(
     times = times_by_slot(precision, layer_shapes(model, parallel, training.micro_batch_size), measure)
     if times is None:
         return Fp8LayerChoice(
-            reason="not measured on this GPU" if _has_fp8() else "not measured: this hardware has no FP8, which is emulated"
+            reason="not measured on this GPU" if has_fp8() else "not measured: this hardware has no FP8, which is emulated"
         )
     groups = [LINEARS] if precision.fuses(model, precision.recipe) else [(slot,) for slot in LINEARS]
     gains = {slot: sum(times[s].bf16 for s in group) / sum(times[s].fp8 for s in group) for group in groups for slot in group}
@@ -214,7 +136,7 @@ def choose_attention(
         return "fp8", "--fp8-min-gain 0"
     if saved is not None and saved.named.fp8:
         return saved.attention_precision, "as in the checkpoint"
-    if not _has_fp8():
+    if not has_fp8():
         return "bf16", "not measured: this hardware has no FP8, which is emulated"
     from megatron.lm.model.attention import prepare_fp8  # megatron-core, for seconds
 
@@ -226,7 +148,7 @@ def choose_attention(
     frontend = next((found.version for found in importlib.metadata.distributions(name="nvidia-cudnn-frontend")), "none")
     kernels = f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, frontend {frontend}"
     key = f"{torch.cuda.get_device_name()}, {kernels}, attention, {' x '.join(map(str, shape))}"
-    times = _cached(precision, {key: shape}, measure)
+    times = cached(precision.fp8_gain_cache, {key: shape}, precision.recipe, measure)
     if times is None:
         return "bf16", "not measured on this GPU"
     gain = times[key].bf16 / times[key].fp8
@@ -338,7 +260,7 @@ def measure(shape: Shape | AttentionShape, recipe: Recipe) -> Times:
     """Time one linear layer, or the attention core, on this GPU, forward and backward with all casts, without host time: medians over CUDA
     graph replays."""
     device = torch.device("cuda", torch.cuda.current_device())
-    times = _measure_attention(shape, recipe, device) if isinstance(shape, AttentionShape) else _measure_linear(shape, recipe, device)
+    times = _measure_attention(shape, recipe, device) if isinstance(shape, AttentionShape) else measure_linear(shape, recipe)
     torch._C._cuda_clearCublasWorkspaces()  # one per stream that ran a GEMM, about 64 MiB in all
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -372,42 +294,4 @@ def _measure_attention(shape: AttentionShape, recipe: Recipe, device: torch.devi
     while not scaling.delayed:
         low()
         state.roll()
-    return Times(_seconds(wide), _seconds(low))
-
-
-def _measure_linear(shape: Shape, recipe: Recipe, device: torch.device) -> Times:
-    with torch.random.fork_rng([device]):  # dropout must not depend on whether this run measures
-        x = torch.randn(shape.tokens, shape.inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
-        grad = torch.randn(shape.tokens, shape.outputs, device=device, dtype=torch.bfloat16)
-        plain = nn.Linear(shape.inputs, shape.outputs, bias=False, device=device, dtype=torch.bfloat16)
-    low = FP8Linear.from_linear(plain, recipe)
-    state = ScalingState(low)
-
-    def both(layer: nn.Module) -> None:
-        torch.autograd.grad(layer(x), (x, *layer.parameters()), grad)
-
-    for _ in range(low.scaling.window + 1):  # delayed scaling uses just-in-time scales until its window is full
-        both(low)
-        state.roll()
-    return Times(_seconds(lambda: both(plain)), _seconds(lambda: both(low)))
-
-
-def _seconds(run: Callable[[], None]) -> float:
-    """Return the median time of `REPEATS` replays of a CUDA graph of `run`, each with a cold L2."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph, cache = torch.cuda.CUDAGraph(), torch.empty(L2_BYTES, dtype=torch.uint8, device="cuda")
-    with capturing(graph, stream=stream):
-        run()
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPEATS)]
-    for start, end in marks:
-        cache.zero_()
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in marks) / 1e3
+    return Times(seconds(wide), seconds(low))

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from helpers.numerics import make
-from msamp.nn.gemm import tally_operand_
+from msamp.nn.cast_scales import tally_operand_
 from msamp.nn.linear import FP8Linear
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, ScalingState
 from msamp.numerics import recipe

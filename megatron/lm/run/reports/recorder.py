@@ -27,8 +27,9 @@ from megatron.lm.shell.logs import LogFile, Unwritten
 from megatron.lm.training.gradients import chunks
 from megatron.lm.training.state import Training
 from msamp.kernels import ops
+from msamp.nn.cast_scales import tally_operand_
 from msamp.nn.fp8_attention import CASTS_HERE, AttentionScaling
-from msamp.nn.gemm import LayerGemm, tally_operand_
+from msamp.nn.gemm import LayerGemm
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, PRODUCTS, TensorScales
 from msamp.numerics import accumulation
 from msamp.numerics.metrics import TALLY, add_tallies, judge, undelivered_share

@@ -56,7 +56,7 @@ def attention_times(fp8: float) -> Measure:
 def test_attention_is_fp8_where_it_is_faster_and_possible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], saved: str | None, chosen: str, reason: str
 ):
-    monkeypatch.setattr(fp8_layers, "_has_fp8", lambda: True)
+    monkeypatch.setattr(fp8_layers, "has_fp8", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "card")
     made = config(tmp_path, **ATTENTION | settings)
     before = saved and replace(made.precision, attention_precision=saved)
@@ -72,7 +72,7 @@ def test_attention_is_measured_once_a_machine_and_shape(tmp_path: Path, monkeypa
         return fp8_layers.choose_attention(made.model, made.parallel, made.precision, micro_batch_size, measure)
 
     assert choose(None) == ("bf16", "not measured: this hardware has no FP8, which is emulated")
-    monkeypatch.setattr(fp8_layers, "_has_fp8", lambda: True)
+    monkeypatch.setattr(fp8_layers, "has_fp8", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "card")
     assert choose(None) == ("bf16", "not measured on this GPU")
     assert choose(attention_times(1.25)) == ("bf16", "gain 0.80, --fp8-min-gain 1")
@@ -102,7 +102,7 @@ def test_a_run_says_what_attention_it_chose_and_a_resume_keeps_it(
     saved = str(tmp_path / "saved")
     run = {"opt_level": "O3", "train_iters": 4, "fp8_min_gain": 1.0, "fp8_gain_cache": str(tmp_path / "gain.json"), **ATTENTION}
     with monkeypatch.context() as patch:
-        patch.setattr(fp8_layers, "_has_fp8", lambda: True)
+        patch.setattr(fp8_layers, "has_fp8", lambda: True)
         patch.setattr(torch.cuda, "get_device_name", lambda *_: "card")
         patch.setattr(fp8_layers, "default_measure", lambda: attention_times(0.5))
         first = tiny.losses(tiny.run(tiny.config(prefix, exit_interval=2, save=saved, **run)))

@@ -97,7 +97,7 @@ def test_what_goes_before_a_measurement(
 
 def test_without_fp8_hardware_all_are_fp8_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert choose(config(tmp_path), None) == Fp8LayerChoice((), "not measured: this hardware has no FP8, which is emulated")
-    monkeypatch.setattr(fp8_layers, "_has_fp8", lambda: True)
+    monkeypatch.setattr(fp8_layers, "has_fp8", lambda: True)
     assert choose(config(tmp_path), None) == Fp8LayerChoice((), "not measured on this GPU")
     assert fp8_layers.default_measure() is fp8_layers.measure
 
