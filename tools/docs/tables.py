@@ -11,8 +11,8 @@ called `text` becomes paragraphs instead, and the column `_` is not shown: it ha
 `ats` of a group, which are listed below the table and whose commits must be in the history.
 
 Functions besides SQLite's: fixed(x, digits), kilo(x), code(text), at(commit, gpu, torch, date), without(text, flags), run_of(precision);
-aggregates: ats, median(x), half_width(x), of the 95 % interval of a mean, paired(base, other), the relative difference of paired values in
-percent with its 95 % interval.
+aggregates: ats, median(x), half_width(x), of the 95 % interval of a mean, paired(base, other), the relative difference of paired losses in
+percent with its 95 % interval, the seeds above and the verdict.
 """
 
 import functools
@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.lm.evaluation.paired_difference import interval
+from megatron.lm.evaluation.paired_difference import interval, paired_difference
 from tools.docs.evidence import DIRTY, UNKNOWN
 from tools.measurements import ROOT, read
 
@@ -133,9 +133,13 @@ class _Paired(_Aggregate):
         pairs = [(float(base), float(other)) for base, other in self.rows if base not in (None, "") and other not in (None, "")]
         if not pairs:
             return ""
-        relative = interval([100 * (other / base - 1) for base, other in pairs])
-        ends = "one seed" if relative.half_width is None else "{:+.2f} to {:+.2f}".format(*relative.ends)
-        return f"{relative.mean:+.2f} ({ends})"
+        base, other = (dict(enumerate(losses)) for losses in zip(*pairs, strict=True))
+        paired = paired_difference(base, other)
+        low, high = (100 * end for end in paired.relative.ends)
+        mean = f"{100 * paired.relative.mean:+.2f}"
+        if len(pairs) == 1:
+            return f"{mean} (one seed)"
+        return f"{mean} ({low:+.2f} to {high:+.2f}), {paired.above} of {len(pairs)}: {paired.verdict()}"
 
 
 @functools.cache

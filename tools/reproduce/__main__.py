@@ -37,7 +37,7 @@ def listing(folder: Path) -> list[str]:
         lines += [f"{one.name}: {one.title}", f"    sizes: {sizes}", f"    results: {', '.join(states)}"]
         size, rows = keep.largest(one, results)
         if size:
-            lines.append(f"    {size}: {', '.join(pages.measured(rows))}")
+            lines.append(f"    {size}: {keep.verdict(one, rows)}; {', '.join(pages.measured(rows))}")
             lines += [f"    {sentence}" for sentence in keep.loss_sentences(one, rows)]
     return lines
 

@@ -18,7 +18,8 @@ import torch
 from tools.bench.rows import ROOT
 
 PAPERS = ("fp8lm", "collage", "coat", "slides")
-VERDICTS = ("holds", "holds in part", "does not hold", "too small to say", "not comparable", "not run")
+BY_LOSSES = "by its losses"
+VERDICTS = ("holds", "holds in part", "does not hold", "not shown", "not comparable", BY_LOSSES, "not run")
 NOT_RUN = VERDICTS[-1]
 NOT_MEASURED = "not measured"  # `ours` next to a number of the paper that no run here can be compared with
 WHOLE = "whole"  # the piece of an entry that is not divided
@@ -143,12 +144,13 @@ class Entry:
         limits: what the results do not show, and why.
         apart: every piece runs in its own process, and other work on the machine does not change its results.
         slow: `toy` takes too long for the default tests.
-        same_loss: pairs of quantities, (baseline, other), whose losses are equal according to the claim; compared by seed. If the
-            95 % interval is wider than `megatron.lm.evaluation.paired_difference.EFFECT`, the verdict cannot be "holds". An entry with
-            another verdict may name further pairs, whose intervals its page shows.
+        same_loss: pairs of quantities, (baseline, other), whose losses are equal according to the claim; compared by seed
+            (`megatron.lm.evaluation.paired_difference`). Unless all of them hold, the verdict cannot be "holds". An entry with another
+            verdict may name further pairs, whose intervals its page shows.
         axes: of the figure, if findings have an `x`.
         verdict: one of `VERDICTS`; the last for an entry without results. "not comparable": the run differs from the claim in a condition
-            that decides the number.
+            that decides the number. `BY_LOSSES` for a claim of equal losses alone, which `keep.verdict` judges: "does not hold" if one of
+            the pairs is above or below, "holds" if all hold, "holds in part" if some do, else "not shown".
         judged: size of the results that the verdict is about; for others it must be revised.
         agree: where our results and the paper's agree, and where not. It contains no measured number.
         cause: cause of the difference, as far as known.

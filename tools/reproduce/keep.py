@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from megatron.lm.evaluation.paired_difference import PairedDifference, paired_difference
+from megatron.lm.evaluation.paired_difference import ABOVE, BELOW, HOLDS, NOT_SHOWN, PER_TOKEN, PairedDifference, paired_difference
 from megatron.lm.shell.files import written_aside
 from tools.bench.rows import machine
-from tools.reproduce.entry import Entry, Finding, Task
+from tools.reproduce.entry import BY_LOSSES, Entry, Finding, Task
 from tools.reproduce.texts import OWN_TEXT
 
 RESULTS = "tools/reproduce/results/entries"
@@ -69,6 +69,7 @@ def largest(entry: Entry, rows: Iterable[Row]) -> tuple[str, list[Row]]:
 def loss_differences(one: Entry, rows: Sequence[Row]) -> list[tuple[str, str, PairedDifference]]:
     """Return (baseline, other, paired difference) for each pair of `Entry.same_loss` with common seeds in the rows."""
     losses: dict[str, dict[str, float]] = {}
+    units = {row["quantity"]: row["unit"] or PER_TOKEN for row in rows}
     for row in rows:
         if not row["x"] and any(row["quantity"] in pair for pair in one.same_loss):
             losses.setdefault(row["quantity"], {})[row["seed"]] = float(row["ours"])
@@ -76,17 +77,35 @@ def loss_differences(one: Entry, rows: Sequence[Row]) -> list[tuple[str, str, Pa
     for base, other in one.same_loss:
         common = {seed: loss for seed, loss in losses.get(other, {}).items() if seed in losses.get(base, {})}
         if common:
-            differences.append((base, other, paired_difference(losses[base], common)))
+            differences.append((base, other, paired_difference(losses[base], common, units[base])))
     return differences
 
 
+def verdict(one: Entry, rows: Sequence[Row]) -> str:
+    """Return the verdict of an entry: as written, or `BY_LOSSES`, which follows from the pairs of `same_loss`."""
+    if one.verdict != BY_LOSSES:
+        return one.verdict
+    verdicts = [difference.verdict() for *_, difference in loss_differences(one, rows)]
+    if ABOVE in verdicts or BELOW in verdicts:
+        return "does not hold"
+    return HOLDS if set(verdicts) == {HOLDS} else "holds in part" if HOLDS in verdicts else NOT_SHOWN
+
+
 def loss_sentences(one: Entry, rows: Sequence[Row]) -> list[str]:
-    """Return a sentence on each pair of losses: difference, 95 % interval, seeds, and the conclusion that the interval allows."""
-    units = {row["quantity"]: row["unit"] for row in rows}
+    """Return a sentence on each pair of losses (`PairedDifference.sentence`)."""
     return [
-        paired.sentence(run_of(base), run_of(other), unit=units[base] or "nats per token")
-        for base, other, paired in loss_differences(one, rows)
+        paired.sentence(run_of(base), run_of(other), curve=curve(run_of(base), rows)) for base, other, paired in loss_differences(one, rows)
     ]
+
+
+def curve(run: str, rows: Sequence[Row]) -> list[tuple[float, float]]:
+    """Return (x, training loss) of all seeds of a run; of "bf16 at 125M, all levels" those of "bf16, 125M", if it has none."""
+    parts = run.replace(" at ", ", ").split(", ")
+    for length in range(len(parts), 0, -1):
+        name = ", ".join(parts[:length]) + ", training loss"
+        if points := [(float(row["x"]), float(row["ours"])) for row in rows if row["x"] and row["quantity"].startswith(name)]:
+            return points
+    return []
 
 
 def run_of(quantity: str) -> str:

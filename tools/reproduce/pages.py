@@ -3,9 +3,10 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from megatron.lm.config.blend_file import number_of
-from megatron.lm.evaluation.paired_difference import EFFECT, HOLDS
+from megatron.lm.evaluation.paired_difference import HOLDS
 from tools.docs.drawing import Numbers
 from tools.docs.tables import Measured, Table, wrapped
 from tools.measurements import ROOT, Row
@@ -35,8 +36,8 @@ def published(one: Entry, root: Path = ROOT) -> tuple[str, list[Row], list[str]]
         undecided = [other for base, other in one.same_loss if (base, other) not in equal]
         if undecided:
             raise ValueError(
-                f"{one.name}: the verdict is {HOLDS!r}, but the 95 % interval of {undecided[0]!r} is not within {100 * EFFECT:g} % of its "
-                "baseline: write 'too small to say', or 'holds in part' and what holds"
+                f"{one.name}: the verdict is {HOLDS!r}, but the 95 % interval of {undecided[0]!r} is not within the margin around its "
+                "baseline: write 'not shown', or 'holds in part' and what holds"
             )
     return size, rows, keep.missing(one, size, results) if size else []
 
@@ -88,7 +89,7 @@ def page(one: Entry, root: Path = ROOT) -> str:
     size, rows, missing = published(one, root)
     if not size:
         return ""
-    lines = [f"# {one.title}", "", wrapped(f"The claim: {one.claim}"), "", f"**{one.verdict}**", "", wrapped(one.agree), ""]
+    lines = [f"# {one.title}", "", wrapped(f"The claim: {one.claim}"), "", f"**{keep.verdict(one, rows)}**", "", wrapped(one.agree), ""]
     if one.same_loss:
         lines += ["Losses, paired by seed:", "", *(f"- {line}." for line in keep.loss_sentences(one, rows)), ""]
     for label, text in (("Likely cause", one.cause), ("How it was measured", one.setting), ("Limits", one.limits)):
@@ -113,9 +114,13 @@ def overview() -> str:
     cells = []
     for name, one in ENTRIES.items():
         size, rows, missing = published(one)
-        head = next((row for row in rows if row["quantity"] == one.headline), None)
-        ours, paper = ("" if head is None or not head[key] else f"{_short(head[key])} {head['unit']}".strip() for key in ("ours", "paper"))
-        verdict = one.verdict + (f"; {len(missing)} pieces missing" if missing else "")
+        heads = [row for row in rows if row["quantity"] == one.headline]
+        ours, paper = (
+            f"{_short(heads[0][key])} {heads[0]['unit']}".strip() if heads and heads[0][key] else "" for key in ("ours", "paper")
+        )
+        if len(heads) > 1:
+            ours = f"{fmean(float(row['ours']) for row in heads):.4g} {heads[0]['unit']}".strip() + f", mean of {len(heads)}"
+        verdict = keep.verdict(one, rows) + (f"; {len(missing)} pieces missing" if missing else "")
         what = one.headline if size else one.limits or "It has not been run yet."
         cells.append([f"[{one.title}]({name}.md)" if size else one.title, what, paper, ours, measured(rows)[0] if rows else "", verdict])
     lines = [["table or figure", "quantity, or why not", "paper", "ours", "device", "verdict"], ["---"] * 6, *cells]

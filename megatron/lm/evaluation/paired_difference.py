@@ -1,4 +1,4 @@
-"""Compare the losses of two groups of runs: the mean of the paired differences, its 95 % interval, and one of three verdicts.
+"""Compare the losses of two groups of runs: the mean of the paired differences, its 95 % interval, its cost in tokens, and a verdict.
 
 Seeds differ by more than most precisions do. Runs of the same seed see the same batches and start from the same weights, so much of the
 difference between seeds cancels within a pair. The pairs are a sample of n differences d_i, and the interval of the mean is
@@ -7,25 +7,27 @@ difference between seeds cancels within a pair. The pairs are a sample of n diff
 
 with Student's t at n - 1 degrees of freedom: 12.7 for two pairs, 4.3 for three, 2.36 for eight. One pair has no interval.
 
-The verdict compares the interval of the relative differences with an effect, the smallest relative difference that would count as a loss:
+The verdict on "the two losses are equal" compares the interval with a margin that was fixed before the runs that it judges:
 
-    holds               the interval is between -effect and +effect
-    does not hold       it is entirely outside of this range
-    too small to say    it contains -effect or +effect, or there is no interval
+    holds        the interval is between -margin and +margin
+    above        it is not, and is entirely above 0: "above by LOW to HIGH"
+    below        it is not, and is entirely below 0
+    not shown    it contains 0 and reaches beyond the margin, or there is no interval
 """
 
 import functools
 import math
 import statistics
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-# The smallest relative loss difference that docs/reproduction counts: BF16 with Kahan summation against BF16 with FP32 master weights.
-EFFECT = 0.006
+PER_TOKEN = "nats per token"
+MARGIN = 0.01  # nats per token, 1 % of perplexity
+RELATIVE_MARGIN = 0.002  # of a loss in another unit: about as much at 5 nats per token
 CONFIDENCE = 0.95
 Seed = TypeVar("Seed", bound=Hashable)
-HOLDS, DOES_NOT_HOLD, TOO_SMALL = "holds", "does not hold", "too small to say"
+HOLDS, ABOVE, BELOW, NOT_SHOWN = "holds", "above", "below", "not shown"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,53 +49,98 @@ class PairedDifference:
     """The difference of a group of runs from its baseline.
 
     Attributes:
-        absolute: other - base, in the unit of the losses (nats per token).
+        absolute: other - base, in `unit`.
         relative: other / base - 1.
         seeds: of the pairs, in the order of `other`.
+        above: number of seeds with a loss above the baseline's.
+        unit: unit of the losses.
     """
 
     absolute: Interval
     relative: Interval
     seeds: tuple[Hashable, ...]
+    above: int = 0
+    unit: str = PER_TOKEN
 
-    def verdict(self, effect: float = EFFECT) -> str:
-        """Return `HOLDS`, `DOES_NOT_HOLD` or `TOO_SMALL` for the claim that the two losses are equal.
+    def verdict(self, max_relative: float | None = None) -> str:
+        """Return `HOLDS`, `ABOVE`, `BELOW` or `NOT_SHOWN` for the claim that the two losses are equal.
 
         Args:
-            effect: smallest relative difference that counts as a loss, 0 or more.
+            max_relative: another margin, relative to the baseline's loss, 0 or more.
 
         Raises:
-            ValueError: if the effect is negative or NaN.
+            ValueError: if that margin is negative or NaN.
         """
-        if not effect >= 0:
-            raise ValueError(f"the effect is {effect}: give a relative difference of 0 or more, such as {EFFECT}")
-        low, high = self.relative.ends
-        if low >= -effect and high <= effect:
+        judged, margin, _ = self._margin(max_relative)
+        low, high = judged.ends
+        if low >= -margin and high <= margin:
             return HOLDS
-        return DOES_NOT_HOLD if low > effect or high < -effect or math.isnan(low) else TOO_SMALL
+        return BELOW if high < 0 else NOT_SHOWN if low <= 0 else ABOVE  # with a diverged run the ends are NaN: above
 
-    def sentence(self, base: str, other: str, effect: float = EFFECT, unit: str = "nats per token") -> str:
-        """Return a sentence with the difference, its interval, the number of seeds and the verdict; `unit`: of the losses."""
+    def _margin(self, max_relative: float | None) -> tuple[Interval, float, str]:
+        """Return the interval that is judged, its margin, and the margin in words."""
+        if max_relative is None and self.unit == PER_TOKEN:
+            return self.absolute, MARGIN, f"{MARGIN:g} {PER_TOKEN}"
+        margin = RELATIVE_MARGIN if max_relative is None else max_relative
+        if not margin >= 0:
+            raise ValueError(f"the margin is {margin}: give a relative difference of 0 or more, such as {RELATIVE_MARGIN}")
+        return self.relative, margin, f"{100 * margin:g} %"
+
+    def sentence(self, base: str, other: str, max_relative: float | None = None, curve: Sequence[tuple[float, float]] = ()) -> str:
+        """Return a sentence with the difference, its interval, the seeds above, the cost in tokens and the verdict.
+
+        Args:
+            base: name of the baseline.
+            other: name of the other group.
+            max_relative: as in `verdict`.
+            curve: (tokens or steps, training loss) of the baseline, for the cost in tokens.
+        """
         if not math.isfinite(self.absolute.mean):
             return f"{other} against {base}: a loss is non-finite, so one of the two has diverged"
-        difference = f"{other} against {base}: {self.absolute.mean:+.4f} {unit}, {100 * self.relative.mean:+.2f} %"
+        cost, verdict = cost_in_tokens(self.absolute.mean, curve), self.verdict(max_relative)
+        difference = f"{other} against {base}: {self.absolute.mean:+.4f} {self.unit}, {100 * self.relative.mean:+.2f} %"
+        covers = "" if cost is None else f", which {base} covers in {100 * cost:.1f} % of its tokens"
         if self.relative.half_width is None:
-            return f"{difference}, one seed, no interval: {self.verdict(effect)}"
+            return f"{difference}{covers}, one seed, no interval: {verdict}"
         low, high = (100 * end for end in self.relative.ends)
-        reach = {
-            HOLDS: f"the losses are equal within {100 * effect:g} %",
-            DOES_NOT_HOLD: f"the losses differ by more than {100 * effect:g} %",
-            TOO_SMALL: f"{TOO_SMALL} whether they differ by {100 * effect:g} %",
-        }[self.verdict(effect)]
-        return f"{difference} (95 % interval {low:+.2f} to {high:+.2f} %), {len(self.seeds)} seeds: {reach}"
+        least, most = sorted(map(abs, self.absolute.ends))
+        within = self._margin(max_relative)[2]
+        words = {
+            HOLDS: f"holds within {within}" + ", although the interval excludes equal losses" * (low * high > 0),
+            NOT_SHOWN: f"not shown within {within}",
+        }.get(verdict, f"{verdict} by {least:.4f} to {most:.4f} {self.unit}")
+        seeds = f"{self.above} of {len(self.seeds)} seeds above"
+        return f"{difference} (95 % interval {low:+.2f} to {high:+.2f} %){covers}, {seeds}: {words}"
 
 
-def paired_difference(base: Mapping[Seed, float], other: Mapping[Seed, float]) -> PairedDifference:
+def cost_in_tokens(distance: float, curve: Sequence[tuple[float, float]]) -> float | None:
+    """Return the share of its tokens in which a run's loss falls by a distance.
+
+    The loss falls as in the last quarter of the run, by a straight line through its training losses.
+
+    Args:
+        distance: of two losses; the sign does not count.
+        curve: (tokens or steps, training loss), at least two in the last quarter, of several seeds together if given; else there is no
+            answer.
+
+    Returns:
+        0 or more; None without a curve, or if it does not fall.
+    """
+    end = max((x for x, _ in curve), default=0.0)
+    late = [(x, loss) for x, loss in curve if x >= 0.75 * end]
+    if len({x for x, _ in late}) < 2:
+        return None
+    slope = statistics.linear_regression([x for x, _ in late], [loss for _, loss in late]).slope
+    return abs(distance / slope) / end if slope < 0 else None
+
+
+def paired_difference(base: Mapping[Seed, float], other: Mapping[Seed, float], unit: str = PER_TOKEN) -> PairedDifference:
     """Compare losses by seed.
 
     Args:
-        base: seed -> loss of the baseline, in nats per token; seeds that are not in `other` are ignored.
+        base: seed -> loss of the baseline; seeds that are not in `other` are ignored.
         other: seed -> loss of the runs to compare.
+        unit: unit of the losses.
 
     Raises:
         ValueError: if `other` is empty, one of its seeds has no baseline, or a baseline loss is 0.
@@ -112,6 +159,8 @@ def paired_difference(base: Mapping[Seed, float], other: Mapping[Seed, float]) -
         absolute=interval([loss - base[seed] for seed, loss in other.items()]),
         relative=interval([loss / base[seed] - 1 for seed, loss in other.items()]),
         seeds=tuple(other),
+        above=sum(loss > base[seed] for seed, loss in other.items()),
+        unit=unit,
     )
 
 

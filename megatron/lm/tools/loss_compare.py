@@ -4,7 +4,7 @@
     msamp compare O0=runs/O0_1/metrics.jsonl O0=runs/O0_2/metrics.jsonl O2=runs/O2_1/metrics.jsonl O2=runs/O2_2/metrics.jsonl --seeds 1 2
 
 The name that comes first is what the other is compared with. Runs of a name are a group, and their runs are paired by seed in the order
-given. The tool prints the final losses of each pair, then their mean difference, its 95 % interval and a verdict
+given. The tool prints the final losses of each pair, then their mean difference, its 95 % interval, its cost in tokens and a verdict
 (`paired_difference.py`). A run without evaluations is judged by its final smoothed training loss. With --max-rel the exit code is 1 if
 the final losses of a pair differ by more than that; of several pairs, unless the whole interval lies within it.
 """
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron.lm.evaluation.paired_difference import EFFECT, HOLDS, paired_difference
+from megatron.lm.evaluation.paired_difference import HOLDS, paired_difference
 from megatron.lm.shell import arguments, exit_codes
 from megatron.lm.tools.report import Run, differences, named_path, read_run, relative, smooth
 
@@ -43,7 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser(description=__doc__)
     parser.add_argument("runs", type=named_path, nargs="+", metavar="NAME=METRICS", help="runs of two names, the baseline's first")
     parser.add_argument("--seeds", type=int, nargs="+", metavar="SEED", help="seeds of a group's runs, in their order (default: 1, 2, ...)")
-    parser.add_argument("--max-rel", type=float, help="largest accepted relative difference of the final loss, such as 0.01")
+    parser.add_argument(
+        "--max-rel",
+        type=float,
+        help="largest accepted relative difference of the final loss, such as 0.01 (default: 0.01 nats per token, as a verdict only)",
+    )
     parser.add_argument("--window", type=arguments.count(1), default=3, help="logged lines averaged by smoothing (default: %(default)s)")
     args = parser.parse_args(argv)
     if args.max_rel is not None and not args.max_rel >= 0:
@@ -65,7 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for seed, (base, other, _) in finals.items():
         print(f"{seed:<8}{base:>12.4f}{other:>12.4f}{100 * relative(base, other):>+12.3f} %")
     difference = paired_difference({seed: base for seed, (base, _, _) in finals.items()}, {seed: x for seed, (_, x, _) in finals.items()})
-    print(difference.sentence(bases[0].name, others[0].name, EFFECT if args.max_rel is None else args.max_rel))
+    print(
+        difference.sentence(
+            bases[0].name, others[0].name, args.max_rel, [(line["iteration"], line["loss"]) for run in bases for line in run.train]
+        )
+    )
     if args.max_rel is None:
         return 0
     held = abs(difference.relative.mean) <= args.max_rel if len(seeds) == 1 else difference.verdict(args.max_rel) == HOLDS

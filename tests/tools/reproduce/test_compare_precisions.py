@@ -58,7 +58,7 @@ def test_the_table_by_hand_and_what_is_complete_is_kept(
     assert [second[column] for column in COLUMNS[:7]] == ["O2", "1", "4.3", "4.3", "4.3", "+7.50 %", ""]
     told = capsys.readouterr().out
     assert "| O2 | 1 | 4.3 |" in told
-    assert "O2 against bf16: +0.3000 nats per token, +7.50 %, one seed, no interval: too small to say" in told
+    assert "O2 against bf16: +0.3000 nats per token, +7.50 %, one seed, no interval: not shown" in told
     assert compare_precisions.main([*arguments, "--at-once", "2"]) == 0
     assert started[3:] == ["bf16_alone", "O2_alone"]
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tools.reproduce import keep, pages
-from tools.reproduce.entry import ENTRIES
+from tools.reproduce.entry import BY_LOSSES, ENTRIES
 
 ROW = dict.fromkeys(keep.COLUMNS, "") | {
     "size": "toy", "piece": "whole", "seconds": "1.5", "command": "python -m tools.reproduce collage-table1 --size toy",
@@ -71,7 +71,7 @@ LOSSES = {"bf16: loss": {"1": 5.0, "2": 5.1, "3": 5.2}, "O3: loss": {"1": 5.001,
 FAR = LOSSES | {"O3: loss": {"1": 5.1, "2": 5.0, "3": 5.4}}
 
 
-@pytest.mark.promise("Tools", "A reproduced claim about a loss holds only if the interval is within the effect.")
+@pytest.mark.promise("Tools", "A reproduced claim about a loss holds only if the interval is within the margin.")
 @pytest.mark.parametrize(("losses", "holds"), [(LOSSES, True), (FAR, False)])
 def test_holds_is_refused_where_the_interval_of_a_loss_is_too_wide(tmp_path, losses, holds):
     one = replace(ONE, verdict="holds", same_loss=(("bf16: loss", "O3: loss"),))
@@ -82,4 +82,16 @@ def test_holds_is_refused_where_the_interval_of_a_loss_is_too_wide(tmp_path, los
     else:
         with pytest.raises(ValueError, match="interval"):
             pages.page(one, tmp_path)
-        assert pages.page(replace(one, verdict="too small to say"), tmp_path)
+        assert pages.page(replace(one, verdict="not shown"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("others", "verdict"),
+    [([0.001, 0.001, 0.002], "holds"), ([0.1, -0.1, 0.2], "not shown"), ([0.1, 0.1, 0.11], "does not hold"), ([], "holds in part")],
+)
+def test_a_claim_of_equal_losses_alone_is_judged_by_its_pairs(others, verdict):
+    pairs = [("bf16: loss", f"O{level}: loss") for level in (2, 3)]
+    runs = {"bf16: loss": [0, 0, 0], "O2: loss": others or [0.1, -0.1, 0.2], "O3: loss": others or [0, 0.001, 0.001]}
+    rows = [ROW | {"quantity": name, "ours": 5 + d, "seed": seed} for name, apart in runs.items() for seed, d in enumerate(apart)]
+    assert keep.verdict(replace(ONE, verdict=BY_LOSSES, same_loss=pairs), rows) == verdict
+    assert keep.verdict(replace(ONE, verdict="holds in part", same_loss=pairs), rows) == "holds in part"

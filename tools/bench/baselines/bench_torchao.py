@@ -31,7 +31,7 @@ from megatron.lm.config.presets import PRESETS, published_vocabulary
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count
 from tools.bench.bench_grouped import failure
-from tools.bench.training_steps import memory_columns, synchronized_step_times, time_columns
+from tools.bench.training_steps import synchronized_step_times, time_columns
 
 CASES = {"bf16": None, "ao-tensorwise": "tensorwise", "ao-rowwise": "rowwise"}
 BUILDS = ("eager", "blocks", "whole", "reduce-overhead")
@@ -180,12 +180,12 @@ def measurements(case: str, how: str, shape: dict[str, Any], tokens: Tensor, voc
         for _ in range(WARM_UP):
             step()
         times, loss = synchronized_step_times(step, steps)
-        memory = memory_columns()
+        sizes = (torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()) if tokens.is_cuda else ()
         yield {
             "case": f"{case} {name}",
             "params_m": round(sum(parameter.numel() for parameter in model.parameters()) / 1e6, 1),
             **time_columns(times, tokens.shape[0] * shape["seq_length"]),
-            **{key: memory[f"{key}_max"] for key in ("peak_gib", "rest_gib") if memory},
+            **dict(zip(("peak_gib", "rest_gib"), (round(size / 2**30, 2) for size in sizes), strict=False)),
             "loss": round(float(loss), 4),
         }
 
