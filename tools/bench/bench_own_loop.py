@@ -74,8 +74,8 @@ def build(shape: Shape, dtype: torch.dtype) -> nn.Module:
         return transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype).train()  # type: ignore[no-any-return]
 
 
-def loop_step(shape: Shape, system: str, form: str, way: str, level: str) -> Callable[[], Any]:
-    """Return a step of the plain loop."""
+def loop_step(shape: Shape, system: str, form: str, way: str, level: str, **options: Any) -> Callable[[], Any]:
+    """Return a step of the plain loop; `options` are of `msamp.initialize`."""
     model: Any = build(shape, torch.float32 if form == "fp32" else torch.bfloat16)
     device = next(model.parameters()).device
     if system == "torchao":
@@ -86,7 +86,7 @@ def loop_step(shape: Shape, system: str, form: str, way: str, level: str) -> Cal
     rate: Any = torch.tensor(1e-4, device=device) if peer_captured else 1e-4
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=peer_captured)
     if system == "msamp":
-        model, optimizer = msamp.initialize(model, optimizer, level)
+        model, optimizer = msamp.initialize(model, optimizer, level, **options)
     elif peer_captured:
         model.held = contextlib.ExitStack()  # for good: a layer must not be compiled again in the capture
         model.held.enter_context(masks_as_in_eager_steps(model))

@@ -1,4 +1,4 @@
-"""Check on one GPU that nothing became slower: six ratios of step times, compared with the committed ones.
+"""Check on one GPU that nothing became slower: eight ratios of step times, compared with the committed ones.
 
     make bench-gate                                                     exit code 1 if a ratio lost more than 3 %
     make bench-gate ARGS='--cases trainer-O2 linear'                    some cases
@@ -10,8 +10,9 @@ medians within a round. Clocks and temperatures therefore act on both sides, and
 Ratios depend on the GPU, so that `tools/bench/results/speed_gate.csv` has a line per GPU and case, and a GPU without lines is refused.
 
 The trainer's model has the width of GPT-1.3B, 12 of its layers, and micro-batch 4; its steps replay CUDA graphs. The own loop is
-`bench_fsdp.py`'s model with 12 layers and micro-batch 8 on one process, in its fastest mode for each side. torchao (pip install torchao) is
-the baseline of one case. `linear` is one layer of 8192 x 8192 with its casts, forward and backward.
+`bench_fsdp.py`'s model with 12 layers and micro-batch 8 on one process, the two lines are `bench_own_loop.py`'s 350m, a Llama of
+transformers, each side in its fastest mode. torchao (pip install torchao) is the baseline of two cases. `linear` is one layer of
+8192 x 8192 with its casts, forward and backward.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from megatron.lm.processes import process_groups
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count
 from megatron.lm.step import train_step
-from tools.bench import bench_fsdp, bench_kernels, rows, training_steps
+from tools.bench import bench_fsdp, bench_kernels, bench_own_loop, rows, training_steps
 
 COLUMNS = ("date", "commit", "gpu", "driver", "torch", "case", "ours", "baseline", "ratio", "least", "most", "ms", "ms_baseline", "rounds")
 TOLERANCE = 0.03  # how much a ratio may grow, relative
@@ -63,6 +64,8 @@ CASES = {
         SpeedGateCase("trainer-coat", "trainer coat", "trainer O0"),
         SpeedGateCase("own-loop", "loop O2 fused graph", "loop bf16 compile graph"),
         SpeedGateCase("own-loop-torchao", "loop O2 fused graph", "loop torchao compile"),
+        SpeedGateCase("two-lines", "two-lines msamp captured", "two-lines torch compiled"),
+        SpeedGateCase("two-lines-torchao", "two-lines msamp captured", "two-lines torchao captured"),
         SpeedGateCase("linear", "linear fp8", "linear bf16"),
     )
 }
@@ -90,7 +93,7 @@ def serve(contestant: str, options: argparse.Namespace) -> None:
     kind, _, words = contestant.partition(" ")
     cuda = torch.cuda.is_available()
     with contextlib.redirect_stdout(sys.stderr):  # the lines of JSON are the only output
-        step, captured = {"trainer": trainer, "loop": own_loop, "linear": linear}[kind](words, options)
+        step, captured = {"trainer": trainer, "loop": own_loop, "two-lines": two_lines, "linear": linear}[kind](words, options)
         for _ in range(options.warm_up):
             step()
         if kind == "trainer" and cuda:
@@ -122,6 +125,14 @@ def own_loop(case: str, options: argparse.Namespace) -> tuple[Step, bool]:
     for _ in range(bench_fsdp.EAGER_BEFORE_GRAPH if graphed is not None else 0):
         step()
     return step, graphed is not None
+
+
+def two_lines(case: str, options: argparse.Namespace) -> tuple[Step, bool]:
+    """Return a step of `bench_own_loop.py`'s model at O3 with BF16 weights, and whether it replays a graph."""
+    system, way = case.split()
+    shape = bench_own_loop.SHAPES[options.two_lines_shape]
+    settings = {"fp8_min_gain": 0} if system == "msamp" else {}  # as in TRAINER
+    return bench_own_loop.loop_step(shape, system, "bf16", way, "O3", **settings), way == "captured"
 
 
 def linear(precision: str, options: argparse.Namespace) -> tuple[Step, bool]:
@@ -316,6 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows.add_flags(parser, "speed_gate.csv", help="file of the committed ratios (default: %(default)s)")
     parser.add_argument("--trainer-flags", default=TRAINER, help="model of the trainer's cases, as flags of bench_step.py")
     parser.add_argument("--loop-flags", default=OWN_LOOP, help="model of the own loop's cases, as flags of bench_fsdp.py")
+    parser.add_argument("--two-lines-shape", choices=bench_own_loop.SHAPES, default="350m")
     parser.add_argument("--linear-tokens", type=count(1), default=8192)
     parser.add_argument("--linear-width", type=count(16), default=8192)
     parser.add_argument("--serve", metavar="CONTESTANT", help="run as the process of a contestant; started by other processes")

@@ -22,6 +22,9 @@ TIMES = {  # ms of a step on an unchanged tree
     "loop bf16 compile graph": 80.0,
     "loop torchao compile": 72.0,
     "loop O2 fused graph": 56.0,
+    "two-lines msamp captured": 79.0,
+    "two-lines torch compiled": 99.0,
+    "two-lines torchao captured": 98.0,
     "linear bf16": 2.0,
     "linear fp8": 1.2,
 }
