@@ -13,7 +13,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
+from megatron.lm.checkpoint.files.folder import is_torch_dist
 from megatron.lm.checkpoint.foreign import pickled
 from megatron.lm.checkpoint.foreign.pickled import plain_of_zip
 from megatron.lm.checkpoint.foreign.torch_dist import TorchDist, read_common
@@ -49,6 +52,23 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def renewed(folder: Path, common: Any) -> None:
+    """Store the common state as megatron-core 0.19 does: among the chunks, without `common.pt`."""
+    (folder / "common.pt").unlink()
+    (folder / "newer.distcp").write_bytes(data := b"before" + saved([common]))
+    change_plan(folder, relative_path="newer.distcp", offset=6, length=len(data) - 6)
+
+
+def change_plan(folder: Path, **place: Any) -> None:
+    """Change the position of the common state among the chunks."""
+    plan = pickle.loads((folder / ".metadata").read_bytes())
+    index = MetadataIndex("common_state/shard_0_1")
+    if index not in plan.storage_data:
+        plan.state_dict_metadata[index.fqn], plan.storage_data[index] = BytesStorageMetadata(), _StorageInfo("", 0, 0)
+    vars(plan.storage_data[index]).update(place)
+    (folder / ".metadata").write_bytes(pickle.dumps(plan))
+
+
 def evil(folder: Path) -> Runs:
     return Runs(os.system, f"touch {folder}/ran")
 
@@ -81,6 +101,54 @@ def test_common_that_runs_code_is_refused_and_does_not_run(folder: Path, inside:
     with pytest.raises(ValueError, match=r"common\.pt cannot be read \(it names 'posix\.system', which is not allowed in a checkpoint\)"):
         opened(folder)
     assert not (folder / "ran").exists()
+
+
+def test_the_common_state_among_the_chunks_is_read(folder: Path):
+    common = read_common(folder)
+    renewed(folder, {"args": Namespace(num_layers=2), "iteration": 10})
+    assert is_torch_dist(folder)
+    assert read_common(folder) == common == {"args": {"num_layers": 2}, "iteration": 10}
+    assert len(opened(folder).tensors) == 3
+
+
+@pytest.mark.parametrize("inside", ["alone", "in args"])
+def test_a_common_state_among_the_chunks_that_runs_code_is_refused_and_does_not_run(folder: Path, inside: str):
+    renewed(folder, {"args": Namespace(evil=evil(folder))} if inside == "in args" else evil(folder))
+    with pytest.raises(
+        ValueError, match=r"newer\.distcp cannot be read \(it names 'posix\.system', which is not allowed in a checkpoint\)"
+    ):
+        opened(folder)
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ({"relative_path": "../common.pt"}, r"it names '\.\./common\.pt', which is outside its folder"),
+        ({"offset": 10**6}, "common_state/shard_0_1' ends at byte .* of newer.distcp"),
+        ({"offset": -1}, r"is not an integer in \[0, 2\^63\)"),
+        ({"length": 100}, "it is not a file of torch.save"),
+        ({"length": 0}, "it is not a file of torch.save"),
+    ],
+)
+def test_a_common_state_at_a_wrong_position_is_refused(folder: Path, place: dict[str, Any], said: str):
+    renewed(folder, {"iteration": 10})
+    (folder.parent / "common.pt").write_bytes(saved({"iteration": 11}))
+    change_plan(folder, **place)
+    with pytest.raises(ValueError, match=said):
+        read_common(folder)
+
+
+def test_a_folder_that_lost_its_common_state_is_refused_by_name(folder: Path):
+    (folder / "common.pt").unlink()
+    with pytest.raises(ValueError, match=r"common\.pt cannot be read \(it is missing, and in \.metadata it has no common_state"):
+        read_common(folder)
+
+
+def test_a_hybrid_model_is_refused_by_name(folder: Path):
+    (folder / "common.pt").write_bytes(saved({"args": Namespace(hybrid_layer_pattern="*-*-")}))
+    with pytest.raises(ValueError, match=r"has a HybridModel of Megatron-LM, with hybrid_layer_pattern '\*-\*-'"):
+        opened(folder)
 
 
 @pytest.mark.parametrize("attack", ["code", "garbage"])

@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 from types import ModuleType
+from typing import NoReturn
 
 import pytest
 import torch
@@ -42,10 +43,14 @@ def need(name: str, extra: str = "integrations") -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         target = "test-hosts" if extra == "integrations" else "test-extras"
-        reason = f"needs {name} ({error}): pip install -e '.[{extra}]', or make {target}"
-        if os.environ.get("REQUIRE_HOSTS") == "1":
-            pytest.fail(f"REQUIRE_HOSTS is 1 and this test {reason}", pytrace=False)
-        pytest.skip(reason, allow_module_level=True)
+        lacks(f"needs {name} ({error}): pip install -e '.[{extra}]', or make {target}")
+
+
+def lacks(reason: str) -> NoReturn:
+    """Skip a test, or a file, for this reason; fail it if REQUIRE_HOSTS is 1 in the environment."""
+    if os.environ.get("REQUIRE_HOSTS") == "1":
+        pytest.fail(f"REQUIRE_HOSTS is 1 and this test {reason}", pytrace=False)
+    pytest.skip(reason, allow_module_level=True)
 
 
 def _torchvision() -> None:

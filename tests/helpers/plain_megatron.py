@@ -11,11 +11,13 @@ where there is none.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
@@ -44,6 +46,8 @@ DEFAULTS: dict[str, Any] = {
     "squared_relu": False,
     "rope_scaling": False,
     "interpolation": None,
+    "lr": 1e-2,
+    "min_lr": None,
     "seed": 7,
     "metadata": {},
     "iteration": 10,
@@ -71,6 +75,9 @@ def pretend_cuda() -> None:
     torch.Tensor.type = lambda self, *a: x.replace("torch.", "torch.cuda.", 1) if isinstance(x := kind(self, *a), str) else x
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None
+    # megatron-core 0.19 waits for streams wherever it runs.
+    torch.cuda.current_stream = torch.cuda.Stream = lambda *_, **__: Mock()
+    torch.cuda.stream = lambda *_, **__: contextlib.nullcontext()
     torch.cuda.get_rng_state = megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     torch.cuda.manual_seed = torch.manual_seed
@@ -144,7 +151,13 @@ def optimizer_of(model: Any, s: dict[str, Any]) -> tuple[Any, Any]:
         model,
     )
     settings = OptimizerConfig(
-        optimizer="adam", lr=1e-2, weight_decay=0.1, bf16=s["dtype"] == "bfloat16", use_distributed_optimizer=distributed, clip_grad=1.0
+        optimizer="adam",
+        lr=s["lr"],
+        min_lr=s["min_lr"],
+        weight_decay=0.1,
+        bf16=s["dtype"] == "bfloat16",
+        use_distributed_optimizer=distributed,
+        clip_grad=1.0,
     )
     return ddp, get_megatron_optimizer(settings, [ddp], use_gloo_process_groups=True)
 

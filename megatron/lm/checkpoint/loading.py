@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from megatron.lm.checkpoint import rng
 from megatron.lm.checkpoint.content import at, print_changes, shrinking_attention
 from megatron.lm.checkpoint.files import non_persistent
-from megatron.lm.checkpoint.files.folder import INFO_FILE, check_files, first_complete, no_checkpoint, read_info
+from megatron.lm.checkpoint.files.folder import INFO_FILE, check_files, first_complete, is_torch_dist, no_checkpoint, read_info
 from megatron.lm.checkpoint.files.storage import Stored
 from megatron.lm.checkpoint.files.versions import check_info, check_sizes
 from megatron.lm.checkpoint.foreign import megatron
 from megatron.lm.checkpoint.foreign.megatron import read_megatron
-from megatron.lm.checkpoint.foreign.torch_dist import TorchDist, is_torch_dist, read_common
+from megatron.lm.checkpoint.foreign.torch_dist import TorchDist, read_common
 from megatron.lm.checkpoint.forms.expert_tensors import as_wanted
 from megatron.lm.checkpoint.place import Place, names_of, places
 from megatron.lm.checkpoint.tensor_reader import TensorReader, check_number, saved_scaling

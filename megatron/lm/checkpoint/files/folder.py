@@ -150,12 +150,17 @@ def _seal(info: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest()
 
 
+def is_torch_dist(folder: Path) -> bool:
+    """Return whether Megatron-LM's distributed checkpointing wrote the folder; from megatron-core 0.19 on without `common.pt`."""
+    return (folder / "metadata.json").is_file() and any((folder / name).is_file() for name in ("common.pt", ".metadata"))
+
+
 def _what_it_is(folder: Path) -> str:
     if not folder.is_dir():
         return "is missing"
     if (folder / "mp_rank_00_000.pt").is_file() or (folder / "state.pt").is_file():
         return f"was written by an earlier version of this code (it has no {INFO_FILE}); read it with the version that wrote it"
-    if (folder / "common.pt").is_file():
+    if is_torch_dist(folder):
         return "was written by Megatron-LM as torch_dist, which the trainer can read: use it as --load, with another --save"
     if any(folder.glob("mp_rank_*/model_optim_rng.pt")):
         return "was written by Megatron-LM as --ckpt-format torch: save it there as torch_dist, or convert it through Hugging Face's format"
@@ -245,7 +250,7 @@ def refuse_other_run(root: Path, run: Run) -> None:
     info = owner(root)
     if any(_numbered(root)) and (info is None or not run.holds(info)):
         held = f"another run (iteration {info['iteration']} of {run_name(info)[:8]})" if info else "checkpoints that cannot be read"
-        if info is None and any((path / "common.pt").is_file() for _, path in _numbered(root)):
+        if info is None and any(is_torch_dist(path) for _, path in _numbered(root)):
             raise ValueError(
                 f"{root} contains checkpoints of Megatron-LM, which saving there would lose: use --load {root} and another --save"
             )

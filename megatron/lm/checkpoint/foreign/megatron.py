@@ -10,7 +10,7 @@ from typing import Any
 from megatron.lm.checkpoint.files.folder import RELEASE
 from megatron.lm.checkpoint.files.index import natural
 from megatron.lm.checkpoint.foreign.names import layer_of
-from megatron.lm.checkpoint.foreign.torch_dist import COMMON_FILE, TorchDist, names_of_weights, read_common
+from megatron.lm.checkpoint.foreign.torch_dist import TorchDist, common_state, names_of_weights, read_common
 from megatron.lm.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from megatron.lm.config.cli import section_from_dict
 from megatron.lm.config.sections.schema import flag
@@ -41,7 +41,7 @@ def read_megatron(folder: Path, vocab_size: int, *, in_samples: bool, finetune: 
         samples = natural(_schedule(common).get("num_steps", consumed))
         step = natural(stored.step)
     except (AttributeError, ValueError) as error:
-        raise ValueError(f"{folder / COMMON_FILE} has an invalid count ({error}); load an older checkpoint") from None
+        raise ValueError(f"{folder} has an invalid count ({error}); load an older checkpoint") from None
     info = {
         **dict.fromkeys(("passed_over", "skipped_steps"), 0),
         "iteration": iteration,
@@ -51,7 +51,7 @@ def read_megatron(folder: Path, vocab_size: int, *, in_samples: bool, finetune: 
         "processes": args.get("world_size") or _size(args, "tensor") * _size(args, "pipeline"),
         "vocab_size": vocab_size,
         "loss_scale": _loss_scale(common),
-        "seal": hashlib.sha256((folder / COMMON_FILE).read_bytes()).hexdigest(),
+        "seal": hashlib.sha256(common_state(folder)[1]).hexdigest(),
         "megatron_args": args,
     }
     return info, stored
@@ -118,7 +118,7 @@ def schedule(
         rates, length = asdict(optimizer) | _optimizer(common, in_samples), asdict(training) | given
         return section_from_dict(OptimizerConfig, "optimizer", rates), section_from_dict(TrainingConfig, "training", length)
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / COMMON_FILE} has an invalid schedule ({error}); load an older checkpoint") from None
+        raise ValueError(f"{folder} has an invalid schedule ({error}); load an older checkpoint") from None
 
 
 def _of_same_type(args: Mapping[str, Any], section: object, names: Sequence[str]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 The plan of such a checkpoint is a pickle, and each chunk is a zip file of `torch.save` with another pickle. The trainer's own checkpoints
 contain no pickle. torch's `weights_only` unpickler reads the chunks. It reads protocol 2 alone, and DCP writes its plan in Python's newest
-protocol; `common.pt` contains arguments of arbitrary classes. Both are read by Python's unpickler, which imports nothing here: in place of
-a class or function it gets a stand-in, whose calls and objects are `Record`s of the name and the arguments.
+protocol; the common state contains arguments of arbitrary classes. Both are read by Python's unpickler, which imports nothing here: in
+place of a class or function it gets a stand-in, whose calls and objects are `Record`s of the name and the arguments.
 """
 
 import functools
@@ -22,6 +22,7 @@ PLAN_FILE = ".metadata"
 _MOST_VALUES = 2**20
 _DCP = "torch.distributed.checkpoint.metadata "
 _METADATA = (_DCP + "Metadata", "megatron.core.dist_checkpointing.strategies.torch MCoreMetadata")
+_INDEX, _STORED = _DCP + "MetadataIndex", "torch.distributed.checkpoint.filesystem _StorageInfo"
 _OBJECT = _DCP + "BytesStorageMetadata"
 # Modules of the names in the plan and in an argparse.Namespace. None is imported: a name of another module means an attack or damage.
 _MODULES = (
@@ -135,7 +136,7 @@ def plan_of_pickle(data: bytes) -> Plan:
         raise ValueError("it has something other than a table")
     where: dict[tuple[str, torch.Size], tuple[str, int, int]] = {}
     for index, info in stored.items():
-        match _fields(index, _DCP + "MetadataIndex"), _fields(info, "torch.distributed.checkpoint.filesystem _StorageInfo"):
+        match _fields(index, _INDEX), _fields(info, _STORED):
             case {"fqn": str(), **rest}, _ if rest.get("offset") is None:
                 continue  # an object
             case _, {"transform_descriptors": [*transforms]} if transforms:
@@ -156,6 +157,20 @@ def plan_of_pickle(data: bytes) -> Plan:
             case _:
                 raise ValueError("it has a tensor without a dtype, a shape, or positions of its chunks")
     return plan
+
+
+def object_of_pickle(data: bytes, key: str) -> Entry:
+    """Return the object `key` of the plan in the pickle `.metadata` as an entry of bytes, which are not read.
+
+    Raises:
+        ValueError: if it has no such object.
+    """
+    stored = _fields(interpreted(data), *_METADATA).get("storage_data")
+    for index, info in stored.items() if isinstance(stored, dict) else ():
+        match _fields(index, _INDEX), _fields(info, _STORED):
+            case {"fqn": fqn}, {"relative_path": str(file), "offset": start, "length": length} if fqn == key:
+                return Entry(torch.uint8, size([length]), (Chunk((0,), size([length]), file, natural(start), natural(length)),))
+    raise ValueError(f"it has no {key}")
 
 
 def _chunk(key: str, record: Any, where: dict[tuple[str, torch.Size], tuple[str, int, int]]) -> Chunk:

@@ -2,7 +2,8 @@
 
     iter_0000010/.metadata       the tensors, and file and position of each chunk (a pickle: `pickled`)
     iter_0000010/__0_0.distcp    chunks, each a file of `torch.save`
-    iter_0000010/common.pt       arguments, iteration, schedule and the optimizer's step count (a pickle)
+    iter_0000010/common.pt       the common state: arguments, iteration, schedule and the optimizer's step count (a pickle). From
+                                 megatron-core 0.19 on it is a chunk of its own
     iter_0000010/metadata.json   the name of the format
 
 The layout `fully_sharded_model_space`, up to megatron-core 0.14, flattens each tensor-parallel shard of an optimizer state and splits it
@@ -24,22 +25,32 @@ from torch import Tensor
 from megatron.lm.checkpoint.files.index import LARGEST_PLAN, Chunk, Entry, Plan, check, regular_file
 from megatron.lm.checkpoint.files.storage import Stored
 from megatron.lm.checkpoint.foreign.names import OPTIMIZER, MegatronName, ours
-from megatron.lm.checkpoint.foreign.pickled import PLAN_FILE, chunk_of_zip, plain_of_zip, plan_of_pickle
+from megatron.lm.checkpoint.foreign.pickled import PLAN_FILE, chunk_of_zip, object_of_pickle, plain_of_zip, plan_of_pickle
 
 COMMON_FILE, FORMAT_FILE = "common.pt", "metadata.json"
+_COMMON_OBJECT = "common_state/shard_0_1"  # the first and only part of an object that is cut in one direction
 _DP_RESHARDABLE = f"{OPTIMIZER}distributed."
 
 
-def is_torch_dist(folder: Path) -> bool:
-    """Return whether Megatron-LM's distributed checkpointing wrote the folder."""
-    return (folder / FORMAT_FILE).is_file() and (folder / COMMON_FILE).is_file()
+def common_state(folder: Path) -> tuple[Path, bytes]:
+    """Return the file of the common state, and the state's bytes, a file of `torch.save`; a ValueError names no file."""
+    if (folder / COMMON_FILE).is_file():
+        return folder / COMMON_FILE, _bytes(folder / COMMON_FILE)
+    try:
+        entry = object_of_pickle(_bytes(folder / PLAN_FILE), _COMMON_OBJECT)
+        check(folder, {_COMMON_OBJECT: entry})
+    except ValueError as error:
+        raise ValueError(f"it is missing, and in {PLAN_FILE} {error}") from None
+    if entry.chunks[0].length > LARGEST_PLAN:
+        raise ValueError(f"{_COMMON_OBJECT} is {entry.chunks[0].length} bytes long; the maximum is {LARGEST_PLAN}")
+    return folder / entry.chunks[0].file, _chunk_bytes(folder, entry.chunks[0])
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """Return the plain values of `common.pt` (`pickled.plain_of_zip`).
+    """Return the plain values of the common state (`pickled.plain_of_zip`).
 
     Raises:
-        ValueError: if the folder has another format, or the file cannot be read.
+        ValueError: if the folder has another format or a HybridModel, or the state cannot be read.
     """
     file = folder / FORMAT_FILE
     try:
@@ -47,12 +58,28 @@ def read_common(folder: Path) -> dict[str, Any]:
         if not isinstance(metadata, dict) or metadata.get("sharded_backend") != "torch_dist":
             raise ValueError("its sharded_backend is not torch_dist; save it with --ckpt-format torch_dist")
         file = folder / COMMON_FILE
-        common = plain_of_zip(_bytes(file))
+        file, data = common_state(folder)
+        common = plain_of_zip(data)
+        if file.name != COMMON_FILE and isinstance(common, list) and len(common) == 1:
+            common = common[0]
         if not isinstance(common, dict):
             raise ValueError("it has no table")
     except (OSError, RecursionError, ValueError) as error:
         raise ValueError(f"{file} cannot be read ({error}); load an older checkpoint") from None
+    args = common.get("args")
+    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
+        if isinstance(args, dict) and args.get(name):
+            raise ValueError(
+                f"{folder} has a HybridModel of Megatron-LM, with {name} {args[name]!r}: its attention and its MLPs are layers of their "
+                "own, which this trainer does not read. Load a GPTModel's checkpoint (pretrain_gpt.py)"
+            )
     return common
+
+
+def _chunk_bytes(folder: Path, chunk: Chunk) -> bytes:
+    with regular_file(folder / chunk.file).open("rb") as stream:
+        stream.seek(chunk.start)
+        return stream.read(chunk.length)
 
 
 def _bytes(file: Path) -> bytes:
@@ -75,7 +102,7 @@ class TorchDist(Stored):
 
     Args:
         folder: of the checkpoint.
-        common: contents of its `common.pt`.
+        common: its common state (`read_common`).
         known: names of the files with checked digests; the plan must not name others. None allows all files of the folder.
 
     Attributes:
@@ -122,18 +149,15 @@ class TorchDist(Stored):
         return torch.cat(flat).view(tile.shape)[tuple(part)]
 
     def _stored(self, entry: Entry, chunk: Chunk) -> Tensor:
-        file = self.folder / chunk.file
         try:
-            with regular_file(file).open("rb") as stream:
-                stream.seek(chunk.start)
-                return chunk_of_zip(stream.read(chunk.length), entry.dtype, chunk.shape)
+            return chunk_of_zip(_chunk_bytes(self.folder, chunk), entry.dtype, chunk.shape)
         except (OSError, ValueError) as error:
-            raise ValueError(f"{file} cannot be read ({error}); load an older checkpoint") from None
+            raise ValueError(f"{self.folder / chunk.file} cannot be read ({error}); load an older checkpoint") from None
 
 
 def optimizer_step(common: Mapping[str, Any]) -> int:
-    """Return the optimizer's step count in `common.pt`: in the groups of a distributed optimizer, else next to the states. ValueError if it
-    is not an integer in [0, 2^24), up to which FP32 counts."""
+    """Return the optimizer's step count in the common state: in the groups of a distributed optimizer, else next to the states. ValueError
+    if it is not an integer in [0, 2^24), up to which FP32 counts."""
     optimizers = [common.get("optimizer")]
     while optimizers:
         here = optimizers.pop(0)
@@ -141,7 +165,7 @@ def optimizer_step(common: Mapping[str, Any]) -> int:
             for key in ("step", "common_step"):
                 if isinstance(here.get(key), int | float):
                     if not 0 <= here[key] < 2**24 or here[key] != int(here[key]):
-                        raise ValueError(f"{COMMON_FILE}: the optimizer's {key} is {here[key]}; it must be an integer in [0, 2^24)")
+                        raise ValueError(f"the stored optimizer's {key} is {here[key]}; it must be an integer in [0, 2^24)")
                     return int(here[key])
             optimizers += list(here.values())
         elif isinstance(here, list):
