@@ -95,16 +95,11 @@ LINES = {
 --seed 1234
 --save x --save-interval 100
 --load x
---async-save
---no-load-optim
---no-load-rng
 --override-opt_param-scheduler
 --use-checkpoint-opt_param-scheduler
 --finetune
 --ckpt-step 10
 --use-checkpoint-args
---no-save-optim
---no-save-rng
 --exit-on-missing-checkpoint
 --non-persistent-save-interval 10
 --log-interval 1
@@ -148,6 +143,11 @@ LINES = {
 --attention-backend local
 """,
     "dropped": """
+--no-save-optim
+--no-load-rng
+--no-load-optim
+--async-save
+--no-save-rng
 --profile-step-start 4 --profile-step-end 6
 --use-pytorch-profiler
 --add-qkv-bias

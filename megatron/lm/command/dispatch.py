@@ -34,13 +34,6 @@ COMMANDS = {
     "inspect": Command("megatron.lm.tools.inspect_scales", "show what the precision recorder measured"),
     "env": Command("megatron.lm.command.environment", "print versions, GPUs and settings for a bug report"),
 }
-INSTEAD = {  # of commands of earlier versions
-    "check-cluster": "`dcgmi diag` and nccl-tests check GPUs and links (docs/guide/clusters.md)",
-    "clean-data": "datatrove filters and deduplicates text (docs/guide/data.md)",
-    "completion": "`msamp --help` lists the commands",
-    "generate": "`msamp convert to-hf` exports a checkpoint, or says why it has none; then transformers (docs/guide/generation.md)",
-    "watch": "give the trainer --tensorboard-dir or --wandb-project",
-}
 
 
 def usage() -> str:
@@ -75,8 +68,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(f"msamp {msamp_version()}")
         return 0
-    if name in INSTEAD:
-        return refuse(f"msamp {name} was removed: {INSTEAD[name]}")
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, 1)
         meant = f"did you mean {close[0]}? " if close else ""

@@ -49,19 +49,14 @@ class Options:
     data: Path
 
 
-def has_fp8(level: str) -> bool:
-    """Return whether a level uses FP8, so that there is something to record."""
-    from msamp.numerics import recipe  # torch, for seconds
-
-    return recipe.by_name(level).fp8
-
-
 def training_flags(level: str, options: Options) -> list[str]:
     """Return the flags of `msamp pretrain` for one level.
 
     Raises:
         ValueError: the processes do not divide the batch, or there are no iterations.
     """
+    from msamp.numerics import recipe  # torch, for seconds
+
     if options.processes < 1 or BATCH % options.processes:
         raise ValueError(f"--processes {options.processes} must divide the batch of {BATCH} sequences: give 1, 2, 4, 8 or 16")
     if options.iters < 1:
@@ -77,16 +72,10 @@ def training_flags(level: str, options: Options) -> list[str]:
         *("--train-data-path", str(options.data / "train_text_document")),
         *("--valid-data-path", str(options.data / "valid_text_document")),
         *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(options.data / "tokenizer.json")),
-        *(["--record-precision", str(folder / RECORD), "--record-interval", str(max(1, iters // 10))] if has_fp8(level) else []),
+        *(["--record-precision", str(folder / RECORD), "--record-interval", str(max(1, iters // 10))] if recipe.by_name(level).fp8 else []),
         *("--metrics-file", str(folder / "metrics.jsonl"), "--tensorboard-dir", str(folder / "tensorboard")),
         *("--save", str(folder / "checkpoint")),
     ]
-
-
-def train_command(level: str, options: Options) -> list[str]:
-    """Return the command that trains one level: torchrun's processes on this machine."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.processes)]
-    return [*torchrun, "-m", "megatron.lm.pretrain", *training_flags(level, options)]
 
 
 def verdict(base: Run, other: Run, entropy: float) -> list[str]:
@@ -143,7 +132,8 @@ def fresh(folder: Path) -> None:
 def train_all(options: Options) -> list[Run]:
     """Train both levels."""
     threads = max(1, (os.cpu_count() or 1) // options.processes)
-    commands = {level: train_command(level, options) for level in LEVELS}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.processes)]
+    commands = {level: [*torchrun, "-m", "megatron.lm.pretrain", *training_flags(level, options)] for level in LEVELS}
     for level in LEVELS:
         fresh(options.out / level)
         (options.out / level / MARKER).write_text(shlex.join(commands[level]) + "\n", encoding="utf-8")
@@ -179,13 +169,6 @@ def quickstart(options: Options) -> int:
     return 1 if problems else 0
 
 
-def default_processes() -> int:
-    """Return 2; on a machine with GPUs, at most one process per GPU."""
-    import torch
-
-    return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
-
-
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
@@ -203,7 +186,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, _interrupt)  # so that a kill, like Ctrl-C, ends the training processes too
     started = time.monotonic()
-    processes = default_processes() if args.processes is None else args.processes
+    import torch  # for seconds, after the flags
+
+    processes = args.processes or (min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2)
     code = quickstart(Options(iters=args.iters, processes=processes, out=args.out.resolve(), data=args.data.resolve()))
     print(f"took:   {time.monotonic() - started:.0f} s")
     return code

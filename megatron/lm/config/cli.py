@@ -75,7 +75,10 @@ def parse(argv: Sequence[str] | None = None, saved: Callable[[CheckpointConfig],
     if megatron_defaults:
         settings = {name: value for default in differing for name, value in default.settings.items()} | settings
     if (paper := given.value("--as-published")) is not None:
-        settings = settings | _published(paper)
+        from msamp.numerics.recipe import PAPERS, as_published  # torch
+
+        if (recipe := as_published(paper) if paper in PAPERS else None) is not None:  # `check` refuses an unknown paper
+            settings = settings | {"grad_exchange": recipe.exchange, "mu_rule": recipe.mu_rule}
     about = _about_loading(given)
     from_checkpoint = taken(about, saved(about)) if saved is not None and about.use_checkpoint_args and about.load is not None else None
     if from_checkpoint is not None:
@@ -124,14 +127,6 @@ def _read_blends(values: dict[str, Any]) -> None:
         values |= {f"{split}_data_path": words for split, words in read_blend_per_split(per_split).items()}
     if shared is not None:
         values["data_path"] = read_blend(shared)
-
-
-def _published(paper: str) -> dict[str, Any]:
-    """Return the settings of other sections that `--as-published` changes; none for an unknown paper, which `check` refuses."""
-    from msamp.numerics.recipe import PAPERS, as_published  # torch
-
-    recipe = as_published(paper) if paper in PAPERS else None
-    return {} if recipe is None else {"grad_exchange": recipe.exchange, "mu_rule": recipe.mu_rule}
 
 
 def _about_loading(given: GivenFlags) -> CheckpointConfig:

@@ -67,7 +67,9 @@ def print_perplexity(args: argparse.Namespace) -> None:
     print(table({name: entry["results"] for name, entry in results.items()}))
 
 
-def _parser() -> argparse.ArgumentParser:
+@exit_codes.command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line; for its exit codes see `megatron.lm.shell.exit_codes`."""
     parser = arguments.Parser(description=__doc__)
     parser.add_argument("models", nargs="+", type=arguments.path, metavar="FOLDER", help="checkpoints, Hugging Face folders")
     parser.add_argument("--batch-size", type=arguments.count(1, 65536), default=8, help="sequences per batch (default: %(default)s)")
@@ -76,13 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json-key", type=arguments.name, default="text", help="member that contains the text (default: %(default)s)")
     parser.add_argument("--window", type=arguments.count(1), help="tokens of context (default: the model's sequence length)")
     parser.add_argument("--stride", type=arguments.count(1), help="tokens by which the window advances (default: half the window)")
-    return parser
-
-
-@exit_codes.command
-def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; for its exit codes see `megatron.lm.shell.exit_codes`."""
-    print_perplexity(_parser().parse_args(argv))
+    print_perplexity(parser.parse_args(argv))
 
 
 if __name__ == "__main__":

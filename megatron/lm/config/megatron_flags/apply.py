@@ -16,10 +16,11 @@ from megatron.lm.config.megatron_flags.table import (
     GivenFlags,
     closest,
     find,
-    names,
+    rows,
     rows_of,
     spelled,
 )
+from megatron.lm.config.sections.training import TOKENIZERS
 
 Values = tuple[str, ...]
 STATE_FORMATS = {  # the trainer's flag -> Megatron-LM's
@@ -85,7 +86,7 @@ def apply(argv: Sequence[str], known: Collection[str], preset: Mapping[str, Any]
         elif verdict.treatment == REFUSED and verdict.why:
             problems.append(f"{used}: {verdict.why}")
         elif verdict.treatment == REFUSED:
-            close = closest(used.flag, {*known, *(name for name in names() if any(row.treatment != REFUSED for row in rows_of(name)))})
+            close = closest(used.flag, {*known, *(row.flag for row in rows() if row.treatment != REFUSED)})
             problems.append(f"unknown flag {used.flag}" + (f" (did you mean {close}?)" if close else ""))
         elif takes is not None and len(used.words) < takes:
             problems.append(f"{used} is missing a value: give {takes}")
@@ -123,12 +124,12 @@ def _written(argv: Sequence[str], known: Collection[str]) -> Iterator[WrittenFla
 
 def _judged(entry: WrittenFlag, given: GivenFlags, known: Collection[str]) -> tuple[int | None, Verdict]:
     """Return the number of words that belong to a flag (None: all) and its verdict; for an unknown flag, a refusal without a reason."""
-    rows = rows_of(entry.flag)
-    if entry.flag in known and all(row.flag.endswith("*") for row in rows):
-        rows = ()  # a flag of this trainer alone is not one of Megatron-LM's family
-    if not rows:
+    own = rows_of(entry.flag)
+    if entry.flag in known and all(row.flag.endswith("*") for row in own):
+        own = ()  # a flag of this trainer alone is not one of Megatron-LM's family
+    if not own:
         return None, Verdict(ACCEPTED if entry.flag in known or not entry.flag else REFUSED)
-    takes = None if any(row.takes is None for row in rows) else max(row.takes or 0 for row in rows)
+    takes = None if any(row.takes is None for row in own) else max(row.takes or 0 for row in own)
     values = entry.words[:takes]
     row = find(entry.flag, values, given)
     if row is None:
@@ -190,6 +191,24 @@ def _decoder_seq_length(given: GivenFlags, values: Values) -> Verdict | None:
     return Verdict(DROPPED, "GPT has a single sequence length, --seq-length") if same else None
 
 
+def _multiple_of(given: GivenFlags, values: Values) -> Verdict | None:
+    """LLaMA's width of a SwiGLU, two thirds of 4 hidden sizes, rounded up to a multiple, as in forks that have this flag."""
+    hidden, multiple = given.count("--hidden-size"), int(values[0]) if values[0].isdecimal() else 0
+    if hidden is None or not multiple or "--swiglu" not in given or "--ffn-hidden-size" in given.flags:
+        return None
+    width = -(-(8 * hidden // 3) // multiple) * multiple
+    return Verdict(TRANSLATED, "", ("--ffn-hidden-size", str(width)))
+
+
+def _tokenizer_type(given: GivenFlags, values: Values) -> Verdict | None:
+    if values[0] in TOKENIZERS or any(row.value == values[0] for row in rows_of("--tokenizer-type")):
+        return None
+    return Verdict(
+        REFUSED,
+        f"choose one of {', '.join(TOKENIZERS)}: HuggingFaceTokenizer reads the tokenizer.json of most models by --tokenizer-model FOLDER",
+    )
+
+
 # Flags whose verdict is computed from their value and other flags, unless a row with conditions applies.
 COMPUTED: Mapping[str, Callable[[GivenFlags, Values], Verdict | None]] = MappingProxyType(
     {
@@ -200,6 +219,8 @@ COMPUTED: Mapping[str, Callable[[GivenFlags, Values], Verdict | None]] = Mapping
         "--end-weight-decay": _weight_decay_end,
         "--num-virtual-stages-per-pipeline-rank": _virtual_stages,
         "--decoder-seq-length": _decoder_seq_length,
+        "--multiple-of": _multiple_of,
+        "--tokenizer-type": _tokenizer_type,
     }
 )
 

@@ -200,11 +200,6 @@ def find(flag: str, values: Sequence[str], given: GivenFlags) -> FlagRow | None:
     return next((row for row in rows_of(flag) if row.serves(values) and row.applies(given)), None)
 
 
-def names() -> frozenset[str]:
-    """Return all flags of the table, without families."""
-    return frozenset(flag for flag in _by_flag() if not flag.endswith("*"))
-
-
 def closest(word: str, known: Iterable[str]) -> str | None:
     """Return the known word that `word` probably misspells; None if all are too different."""
     return next(iter(difflib.get_close_matches(word, sorted(known), n=1, cutoff=SIMILARITY)), None)

@@ -15,6 +15,7 @@ class LoggingConfig:
     """Logging, metrics and the precision recorder."""
 
     log_interval: int = setting("iterations between log lines", 100, legal=COUNT)
+    megatron_log: bool = setting("print Megatron-LM's log lines, for programs that read them", False)
     log_level: str = setting("debug also prints every module of the model at the start", "info", choices=("info", "debug"))
     log_params_norm: bool = setting("log the L2 norm of the parameters, or of their masters if there are any", False)
     log_num_zeros_in_grad: bool = setting("log how many elements of the averaged gradients are zero", False)

@@ -75,8 +75,29 @@ def train_line(row: Mapping[str, Any], train_iters: int, seconds_left: float) ->
     return SEPARATOR.join(parts)
 
 
-def evaluation_line(row: Mapping[str, Any]) -> str:
-    """Return the log line of an evaluation: `row` of the metrics file, kind "valid" or "test"."""
+def megatron_line(row: Mapping[str, Any], train_iters: int, samples: int, batch: int, skipped: int) -> str:
+    """Return a log line as Megatron-LM prints it: `row` as for `train_line`, samples so far and of a step, skipped steps."""
+    parts = [
+        time.strftime(" [%Y-%m-%d %H:%M:%S]") + f" iteration {row['iteration']:8d}/{train_iters:8d}",
+        f"consumed samples: {samples:12d}",
+        f"elapsed time per iteration (ms): {row['step_ms']:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {row['tflops']:.1f}",
+        f"learning rate: {row['lr']:.6E}",
+        f"global batch size: {batch:5d}",
+        f"lm loss: {row['loss']:.6E}",
+        f"loss scale: {row.get('loss_scale', 1.0):.1f}",
+        f"grad norm: {row['grad_norm']:.3f}",
+        *(f"{name}: {row[key]:.3f}" for name, key in (("num zeros", "num_zeros_in_grad"), ("params norm", "params_norm")) if key in row),
+        f"number of skipped iterations: {skipped:3d}",
+    ]
+    return " | ".join(parts) + " |"
+
+
+def evaluation_line(row: Mapping[str, Any], megatron: bool) -> str:
+    """Return the log line of an evaluation: `row` of the metrics file, kind "valid" or "test"; with `megatron` as Megatron-LM prints it."""
+    if megatron:
+        where = f"iteration {row['iteration']}" + (" on test set" if row["kind"] == "test" else "")
+        return f" validation loss at {where} | lm loss value: {row['loss']:.6E} | lm loss PPL: {row['ppl']:.6E} |"
     bits = [] if row["bits_per_byte"] is None else [f"{row['bits_per_byte']:.4f} bits per byte"]
     where = f"{row['kind']} at iteration {row['iteration']}"
     return SEPARATOR.join([time.strftime("%H:%M:%S"), where, f"loss {row['loss']:.4f}", f"perplexity {row['ppl']:.2f}", *bits])

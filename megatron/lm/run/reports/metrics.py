@@ -15,7 +15,7 @@ import torch
 from megatron.lm.config import LoggingConfig
 from megatron.lm.config.sections.batch_sizes import BatchSizes
 from megatron.lm.processes.process_groups import device
-from megatron.lm.run.reports.log_line import evaluation_line, train_line, wrapped
+from megatron.lm.run.reports.log_line import evaluation_line, megatron_line, train_line, wrapped
 from megatron.lm.run.reports.weights_and_biases import WandbRun, logs_here
 from megatron.lm.shell.logs import EventFile, LogFile, Unwritten, cut_after
 from megatron.lm.training.state import StepResult, Training
@@ -179,7 +179,8 @@ class Metrics:
 
     def _report(self, iteration: int) -> None:
         # One collective and one host sync per interval: the sums and flags of the steps are on the device.
-        self.skipped += sum(bool(step.skipped) for step in self.steps)
+        skipped = sum(bool(step.skipped) for step in self.steps)
+        self.skipped += skipped
         sums = torch.stack([torch.stack([s.loss_sum, s.tokens]) for s in self.steps]).double().sum(0)
         torch.distributed.all_reduce(sums)  # tensor-parallel ranks have the same values, so the ratio is unchanged
         loss = float(sums[0] / sums[1])
@@ -216,7 +217,9 @@ class Metrics:
         self.write(row)
         if self.main:
             with self.unwritten.endured("stdout"):
-                print(train_line(row, self.iterations, left), flush=True)
+                samples, before = (self.batch_sizes.consumed(number) for number in (iteration, iteration - 1))
+                theirs = megatron_line(row, self.iterations, samples, samples - before, skipped)
+                print(theirs if self.logging.megatron_log else train_line(row, self.iterations, left), flush=True)
 
     def _communication(self) -> dict[str, Any]:
         """Return the bytes that this rank sent per step, by kind and collective, and the last step's gradient statistics; collective."""
@@ -242,7 +245,7 @@ class Metrics:
         self.write(row)
         if self.main:
             with self.unwritten.endured("stdout"):
-                print(evaluation_line(row), flush=True)
+                print(evaluation_line(row, self.logging.megatron_log), flush=True)
 
     def write(self, row: dict[str, Any]) -> None:
         """Write an object to the metrics file, and its numbers to TensorBoard and Weights & Biases under kind/name; do nothing on ranks

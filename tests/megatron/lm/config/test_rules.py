@@ -127,8 +127,6 @@ REFUSED = {
 --metrics-file folder
 --metrics-file corpus.bin/m
 --fp8-gain-cache folder --opt-level O2
---save-interval 2
---no-save-optim
 --finetune
 --ckpt-step 0
 --non-persistent-global-ckpt-dir fast --save new
