@@ -21,7 +21,7 @@ from megatron.lm.config import Config
 from megatron.lm.config.presets import flops_per_token
 from megatron.lm.errors import RunStopped
 from megatron.lm.run import trainer
-from megatron.lm.run.reports import metrics
+from megatron.lm.run.reports import log_line, metrics
 from megatron.lm.run.reports.log_line import WIDTH, wrapped
 from megatron.lm.run.reports.metrics import Metrics
 from megatron.lm.training.state import StepResult, Training
@@ -244,3 +244,12 @@ def test_a_line_fits_its_width_and_fields_of_rank_0_stay():
     lines = wrapped("word " * 60 + "/p" * 100).splitlines()
     assert all(len(line) <= WIDTH for line in lines[:-1])
     assert lines[-1] == "    " + "/p" * 100
+
+
+def test_a_line_of_megatron_lm_has_what_its_parsers_read():
+    row = {"kind": "valid", "iteration": 2, "step_ms": 1.5, "tflops": 2, "lr": 1e-3, "loss": 5, "ppl": 148.4, "grad_norm": 0.5}
+    line, evaluation = log_line.megatron_line(row, 3, 16, 8, 0), log_line.evaluation_line(row, megatron=True)
+    assert re.search(
+        r"iteration +2/ +3 \| consumed samples: +16 \| elapsed time per iteration \(ms\): 1\.5 \| .*lm loss: 5\.0+E\+00 ", line
+    )
+    assert re.search(r"validation loss at iteration 2 \| lm loss value: 5\.0+E\+00 \| lm loss PPL: 1\.484", evaluation)
