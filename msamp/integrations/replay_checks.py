@@ -23,6 +23,13 @@ from msamp.optim.states import local
 
 CONSTANTS = {bool, int, float, str, type(None), torch.dtype, torch.device}
 WINDOWS = "the windows of delayed scaling"
+_OTHERS = (
+    WINDOWS,
+    "the memory of parameters, buffers or optimizer states",
+    "requires_grad of a parameter",
+    "the optimizer's groups",
+    "clip_grad",
+)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -40,49 +47,60 @@ class Probe:
         self._optimizer, self._own = optimizer, own
         modules = dict(model.named_modules())
         self._scales = [vars(module) for module in modules.values() if isinstance(module, TensorScales)]
-        self._modules = [
-            (f"module {name or type(module).__name__!r}", vars(module), operator.itemgetter("_modules", *_HOOKS, *flags(module)))
-            for name, module in modules.items()
-        ]
+        self._names = [f"module {name or type(module).__name__!r}" for name, module in modules.items()]
+        self._picks = [(operator.itemgetter("_modules", *_HOOKS, *flags(module)), vars(module)) for module in modules.values()]
         # Not the buffers of scales: whatever replaces them replaces the layer's weight too.
         plain = [module._buffers for module in modules.values() if not isinstance(module, TensorScales)]
         self._holders = [held for held in (*(module._parameters for module in modules.values()), *plain) if held]
         self._params = list(model.parameters())
-        self._kept = [*modules.values(), *self._params, *model.buffers()]  # alive, so that nothing else gets their identity
-        self._seen = self._look()
+        held = [x for own in self._holders for x in own.values() if x is not None]
+        shards = [*map(local, (*held, *self._states()))]
+        self._scaled = [x for x in shards if type(x) is ScalingTensor]
+        self._parts = [x.payload if type(x) is ScalingTensor else x for x in shards]
+        self._kept = [*modules.values(), *held, *self._states(), *self._parts]  # alive, so that nothing else gets their identity
+        self._seen = [[tuple(dict(x) if isinstance(x, dict) else x for x in own) for own in self._of_modules()], *self._of_tensors()]
         self._versions = self._written()
 
-    def _look(self) -> list[tuple[str, Any]]:
-        """Return what is compared, by a name for messages."""
-        seen: list[tuple[str, Any]] = []
-        for name, own, pick in self._modules:
-            children, before, after, before_backward, after_backward, *values = pick(own)
-            hooks = len(before) + len(after) + len(before_backward) + len(after_backward)
-            seen.append((name, (hooks, *map(id, children.values()), *values)))
-        held = [x for own in self._holders for x in own.values() if x is not None]
-        states = [x for state in self._optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
-        parts = [x.payload if type(x) is ScalingTensor else x for x in map(local, (*held, *states))]
+    def _states(self) -> list[torch.Tensor]:
+        return [x for state in self._optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+
+    def _of_modules(self) -> list[tuple[Any, ...]]:
+        """Return each module's children, hooks and flags. They are compared in C: a large model has thousands."""
+        return [pick(own) for pick, own in self._picks]
+
+    def _of_tensors(self) -> list[Any]:
+        """Return what `_OTHERS` names."""
+        groups = self._optimizer.param_groups
         return [
-            *seen,
-            (WINDOWS, [own["_filled"] for own in self._scales]),
-            ("the memory of parameters, buffers or optimizer states", ([*map(id, held)], [x.data_ptr() for x in parts])),
-            ("requires_grad of a parameter", [p.requires_grad for p in self._params]),
-            ("the optimizer's groups", [[*map(id, group["params"])] for group in self._optimizer.param_groups]),
-            ("clip_grad", None if self._own is None else self._own.clip_grad),
+            [own["_filled"] for own in self._scales],
+            [
+                [id(x) for own in self._holders for x in own.values()],
+                [id(x) for x in self._states()],
+                [id(x.payload) for x in self._scaled],
+                [x.data_ptr() for x in self._parts],
+            ],
+            [p.requires_grad for p in self._params],
+            [[*map(id, group["params"])] for group in groups],
+            None if self._own is None else self._own.clip_grad,
         ]
 
     def _written(self) -> list[int]:
-        states = [x for state in self._optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
-        parts = [local(x) for x in (*self._params, *states)]
-        return [x.payload._version if type(x) is ScalingTensor else x._version for x in parts]
+        return [x._version for x in self._parts]
 
     def changed(self) -> str | None:
         """Return the name of something that is no longer what it was, apart from values of tensors; None if nothing has changed."""
         try:
-            now = self._look()
+            now = [self._of_modules(), *self._of_tensors()]
         except KeyError:  # a flag is gone
             return "a flag of a module"
-        return None if now == self._seen else next(name for (name, value), old in zip(now, self._seen, strict=True) if value != old[1])
+        if now == self._seen:
+            return None
+        names, values, before = [*self._names, *_OTHERS], [*now[0], *now[1:]], [*self._seen[0], *self._seen[1:]]
+        return next(name for name, value, old in zip(names, values, before, strict=True) if value != old)
+
+    def has_gradient(self) -> bool:
+        """Return whether a parameter has a gradient."""
+        return any(p.grad is not None for p in self._params)
 
     def measured(self) -> bool:
         """Return whether a precision guard or a recorder measures this step."""
