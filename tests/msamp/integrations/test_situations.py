@@ -225,14 +225,80 @@ def one_cycle(model, optimizer, x, i, kept):
     return loss
 
 
+def per_example(model, optimizer, x, i, kept):
+    """Gradients of every example by torch.func, averaged by hand; FP8 layers compute them in the weight's dtype."""
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def of_one(weights, row):
+        return (torch.func.functional_call(model, weights, (row[None],)) - row).square().mean()
+
+    grads = torch.func.vmap(torch.func.grad(of_one), in_dims=(None, 0))(weights, x)
+    loss = error(model, x).detach()
+    for name, p in model.named_parameters():
+        p.grad = grads[name].mean(0)
+    optimizer.step()
+    return loss
+
+
+def fast_weights(model, optimizer, x, i, kept):
+    """A step of MAML: the loss of weights after one inner step."""
+    weights = dict(model.named_parameters())
+    grads = torch.autograd.grad(error(model, x), list(weights.values()))
+    fast = {name: p - 0.05 * grad for (name, p), grad in zip(weights.items(), grads, strict=True)}
+    return step_of(optimizer, (torch.func.functional_call(model, fast, (x.flip(0),)) - x.flip(0)).square().mean())
+
+
+def weights_as_features(model, optimizer, x, i, kept):
+    """A decoder tied to the encoder by hand, beside penalties on weights themselves."""
+    weight = model[0].weight
+    tied = nn.functional.linear(nn.functional.gelu(model[0](x)), weight.t())
+    penalty = 1e-4 * sum(p.abs().sum() for p in model.parameters()) + (weight.t() @ weight - torch.eye(32)).square().mean()
+    return step_of(optimizer, (tied - x).square().mean() + error(model, x) + penalty)
+
+
+def projected_gradients(model, optimizer, x, i, kept):
+    """Two tasks whose gradients are made not to conflict (PCGrad)."""
+    y, params = model(x), list(model.parameters())
+    losses = (y - x).square().mean(), (y - x.tanh()).abs().mean()
+    first = torch.autograd.grad(losses[0], params, retain_graph=True)
+    second = torch.autograd.grad(losses[1], params)
+    dot, norm = (sum((a * b).sum() for a, b in zip(first, each, strict=True)) for each in (second, first))
+    for p, a, b in zip(params, first, second, strict=True):
+        p.grad = a + b - min(float(dot / norm), 0.0) * a
+    optimizer.step()
+    return sum(losses).detach()
+
+
+def silent_inputs(model, optimizer, x, i, kept):
+    """unsloth-zoo #962: where the gradient is always 0, a quantized first moment was not, and the weight ran away."""
+    x = x * (torch.arange(32) >= 4)
+    first = kept.setdefault("first", msamp.fp32_values(model[0].weight)[:, :4].clone())
+    loss = step_of(optimizer, error(model, x))
+    assert torch.allclose(msamp.fp32_values(model[0].weight)[:, :4], first * (1 - 1e-5) ** (i + 1), rtol=0.07, atol=1e-3)
+    return loss
+
+
+def rate_in_a_tensor(model, optimizer, x, i, kept):
+    """PyTorch #126854 and #163103, torchao #2574: schedules multiplied a rate in a tensor again and again, or refused a float."""
+    if not kept:
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(1e-3)
+        kept["schedule"] = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + step % 2)
+    loss = step_of(optimizer, error(model, x))
+    kept["schedule"].step()
+    return loss
+
+
 REPORTS = [
     forwards_before_a_step, recomputed_micro_batches, another_loss, padding, amaxes_beside_powers_of_two, eight_micro_batches,
-    mixed_reference, resumed, flat_gradients, cast_in_mid_run,
+    mixed_reference, resumed, flat_gradients, cast_in_mid_run, silent_inputs, rate_in_a_tensor,
 ]  # fmt: skip
 SITUATIONS = {
     "lookahead": lookahead, "sharpness-aware": sharpness_aware, "centered gradients": changed_gradients(center),
     "noise": changed_gradients(add_noise), "clipped values": changed_gradients(clip_values), "largest norm": largest_norm,
     "anchored": anchored, "stochastic depth": stochastic_depth, "one cycle": one_cycle,
+    "per-example gradients": per_example, "fast weights": fast_weights, "weights as features": weights_as_features,
+    "projected gradients": projected_gradients,
 }  # fmt: skip
 CASES = {step.__name__: step for step in REPORTS} | SITUATIONS
 O3_COPIES = 0.03  # at O3 a copy_ into a weight is rounded to E4M3, and its master with it
