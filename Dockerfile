@@ -8,8 +8,8 @@
 # hadolint global ignore=DL3013
 # Packages have their versions in the arguments below and in setup.py, where the linter does not look.
 #
-# The image `cpu` is installed from the lock file by hash and runs without root; `gpu` and `peers` have another torch, which the lock does not
-# fit, and run as root. Base images are named by tag: for a fixed one build with `--build-arg PYTHON=python@sha256:...`.
+# All run without root, as user 10001. The image `cpu` is installed from the lock file by hash; `gpu` and `peers` have another torch, which the
+# lock does not fit. Base images are named by tag: for a fixed one build with `--build-arg PYTHON=python@sha256:...`.
 #
 # A torch build decides the CUDA version. Another one: --build-arg GPU_TORCH=torch==2.12.0 --build-arg GPU_INDEX=... --build-arg CUDA=...
 ARG CUDA=13.0.1
@@ -52,7 +52,10 @@ COPY msamp msamp
 COPY megatron megatron
 COPY tools tools
 COPY examples examples
-RUN python3 -m pip install --no-cache-dir --config-settings editable_mode=compat -e '.[gpu]'
+RUN python3 -m pip install --no-cache-dir --config-settings editable_mode=compat -e '.[gpu]' \
+ && mkdir -p runs data && chmod 1777 runs data
+ENV HOME=/tmp
+USER 10001:10001
 CMD ["msamp", "pretrain", "--help"]
 
 FROM nvidia/cuda:${CUDA}-cudnn-devel-ubuntu24.04 AS peers
@@ -75,5 +78,8 @@ COPY examples examples
 # Both peers compile against the torch that is installed, hence without a build environment of their own.
 RUN python3 -m pip install --no-cache-dir setuptools==80.9.0 wheel==0.45.1 ninja==1.13.0 packaging==25.0 pybind11==3.0.1 psutil==7.1.0 \
  && NVTE_FRAMEWORK=pytorch TORCH_CUDA_ARCH_LIST="$GPU_ARCHITECTURES" MAX_JOBS=4 \
-    python3 -m pip install --no-cache-dir --no-build-isolation --config-settings editable_mode=compat -e '.[gpu,peers]'
+    python3 -m pip install --no-cache-dir --no-build-isolation --config-settings editable_mode=compat -e '.[gpu,peers]' \
+ && mkdir -p runs data && chmod 1777 runs data
+ENV HOME=/tmp
+USER 10001:10001
 CMD ["msamp", "pretrain", "--help"]
