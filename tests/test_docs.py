@@ -106,8 +106,12 @@ def test_the_sidebar_has_at_most_40_entries_and_each_once() -> None:
 
 def test_every_claim_of_security_names_a_test_that_exists():
     text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
-    named = re.findall(r"`(tests/[^`]+)`", text)
-    assert not [path for path in named if not (ROOT / path).exists()]
+    assert not [path for path in re.findall(r"`(tests/[^`:]+)`", text) if not (ROOT / path).exists()]
     rows = [line for line in text.partition("## What is not trusted")[2].splitlines() if re.match(r"\| (?!---|what )", line)]
-    assert rows
-    assert not [row for row in rows if "`tests/" not in row]
+    named = {
+        (path or re.search(r"`(tests/[^`]+)`", row)[1], name)
+        for row in rows
+        for path, name in re.findall(r"`(?:(tests/\S+)::)?(test_\w+)`", row)
+    }
+    assert {row for row in rows if "`test_" in row or "::test_" in row} == set(rows)
+    assert not [(path, name) for path, name in named if f"def {name}(" not in (ROOT / path).read_text(encoding="utf-8")]
