@@ -37,6 +37,11 @@ FAMILIES = {  # folder in transformers.models -> family
     "qwen3_moe": Family("Qwen3Moe", window="attention", head_norms="head"),
     "smollm3": Family("SmolLM3", window="attention", optional_rope=True),
 }
+_UNFUSED = {  # class of a layer -> why no layer of its kind is fused; further ones of transformers have no such function
+    "GPT2Block": "GPT-2's layers (one projection for QKV, GELU, dropout) have no fused functions here",
+    "Olmo2DecoderLayer": "OLMo2's norms follow the attention and the MLP, and the fused functions begin with a norm",
+    "TransformerEncoderLayer": "torch's layers (attention in one module, dropout, norms before or after) have no fused functions here",
+}
 CACHES = ("cache", "past_key_values")  # the names of the cache of keys and values, since transformers 5.24 and before
 _ARGUMENTS = {
     arguments
@@ -100,11 +105,14 @@ def _unknown(kind: type, base: type, parts: tuple[type, ...], prefix: str) -> st
 
 
 def unrecognized(layer: nn.Module) -> str | None:
-    """Return why a decoder layer of transformers is not fused, "" if it is or can be, None if the module is no decoder layer known here."""
+    """Return why a layer of a transformer is not fused, "" if it is or can be, None if the module is not such a layer: a decoder layer of
+    transformers, or one of `_UNFUSED`."""
     kind: Any = type(layer)
     found = family_of(kind)
     if found is None:
-        return None
+        package, name = kind.__module__.split(".")[:2], kind.__qualname__
+        known = _UNFUSED.get(name, "its family has no fused functions here" if name.endswith("DecoderLayer") else None)
+        return known if package in (["transformers", "models"], ["torch", "nn"]) else None
     base, family = found
     parts: tuple[Any, ...] = (layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm)
     return _unknown(host_of(kind), base, tuple(host_of(type(part)) for part in parts), family.prefix)

@@ -309,6 +309,20 @@ def test_layers_that_compute_something_else_stay_as_they_are(monkeypatch):
     decoder_families._unknown.cache_clear()
 
 
+def test_the_survey_says_which_kinds_of_layers_are_not_fused():
+    sizes = {"vocab_size": 96, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    olmo2, gemma = (
+        transformers.AutoModelForCausalLM.from_config(kind(**SIZES)) for kind in (transformers.Olmo2Config, transformers.GemmaConfig)
+    )
+    torchs = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128), 2)
+    for model, why in ((gpt2, "GPT-2's"), (olmo2, "OLMo2's"), (gemma, "its family"), (torchs, "torch's")):
+        found = msamp.survey(begin(model)[0])
+        assert len(found.halves) == 4
+        assert all(half.why.startswith(why) for half in found.halves)
+        assert "0 of 4 halves of decoder layers (attention, MLP) run fused" in str(found)
+
+
 def test_the_survey_before_and_after():
     model = build()
     before = msamp.survey(model)
@@ -388,12 +402,13 @@ def test_on_a_gpu(family):
     assert losses[0] == pytest.approx(losses[1], rel=2e-3)
 
 
-def test_compiled_layers_have_no_graph_break():
+@pytest.mark.parametrize(("fuse", "whole"), [(True, False), (False, False), (False, True)])
+def test_compiled_layers_have_no_graph_break(fuse, whole):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model, optimizer = begin(build(use_cache=False))
-    for layer in layers(model):
-        layer.compile(backend="aot_eager")
+    model, optimizer = begin(build(use_cache=False), fuse=fuse)
+    for module in [model] if whole else layers(model):
+        module.compile(backend="aot_eager")
     model(input_ids=TOKENS, labels=TOKENS).loss.backward()
     optimizer.step()
     assert not torch._dynamo.utils.counters["graph_break"]
