@@ -78,7 +78,9 @@ def build_datasets(
         raise ValueError(f"no training data: give the training split a share in --split {data.split}, or set --train-data-path")
     with _process_group():
         files = all_or_none(lambda: _open_all(blends, wanted, shares, data, seq_length))
-        cache = _cache_folder(data, files)
+        beside_data = Path(next(iter(files))).parent / "index_cache" if files else Path()
+        digest = hashlib.sha256("".join(file.fingerprint for file in files.values()).encode()).hexdigest()
+        cache = (Path(data.data_cache_path) if data.data_cache_path else beside_data) / digest[:16]
         all_or_none(lambda: _make_cache_folder(data, cache, files))
         weighted = [_weighted(blend, files, i, shares, data) for i, blend in enumerate(blends)]
         dataset_config = _gpt_config(data, tokenizer, weighted, wanted, cache, seq_length, seed)
@@ -176,7 +178,10 @@ def _open_all(
             read_counts(blend.prefixes[0])  # evaluations use them for bits per byte: reject bad ones before the first step
         for prefix in blend.prefixes if blend and count > 0 else []:
             files.setdefault(prefix, read_index(prefix))
-            part = _part(files[prefix], i, shares, data)
+            part = files[prefix].lengths
+            if data.data_path:  # the documents that megatron-core assigns to the split, with its own rounding
+                edges = [round(edge * len(part)) for edge in itertools.accumulate(shares, initial=0.0)]
+                part = part[edges[i] : edges[i + 1]]
             tokens, needed = int(part.sum(dtype=np.int64)), seq_length + 1
             if not len(part):
                 share = f"--split {data.split}" if data.data_path else f"--{SPLITS[i]}-data-path"
@@ -192,14 +197,6 @@ def _open_all(
     return files
 
 
-def _part(file: IndexedFile, split: int, shares: list[float], data: DataConfig) -> np.ndarray:
-    """Return the lengths of the documents that megatron-core assigns to a split, with its own rounding."""
-    if not data.data_path:
-        return file.lengths
-    edges = [round(edge * len(file.lengths)) for edge in itertools.accumulate(shares, initial=0.0)]
-    return file.lengths[edges[split] : edges[split + 1]]
-
-
 def _weighted(
     blend: Blend | None, files: dict[str, IndexedFile], split: int, shares: list[float], data: DataConfig
 ) -> tuple[list[str], list[float] | None] | None:
@@ -213,12 +210,6 @@ def _weighted(
     if not all(prefix in files for prefix in blend.prefixes):
         return blend.prefixes, None
     return blend.prefixes, [float(files[prefix].lengths.sum(dtype=np.int64)) for prefix in blend.prefixes]
-
-
-def _cache_folder(data: DataConfig, files: dict[str, IndexedFile]) -> Path:
-    root = Path(data.data_cache_path) if data.data_cache_path else Path(next(iter(files))).parent / "index_cache" if files else Path()
-    digest = hashlib.sha256("".join(file.fingerprint for file in files.values()).encode()).hexdigest()
-    return root / digest[:16]
 
 
 def _make_cache_folder(config: DataConfig, cache: Path, files: dict[str, IndexedFile]) -> None:

@@ -64,7 +64,10 @@ def load_model(
     if _quantization(config, quantized, folder) == "fp8":
         config.quantization_config["dequantize"] = True  # transformers downloads its kernels for blocks
     tensors = Tensors(folder)
-    weights = {name: _finite(name, tensors) for name in tensors}
+    weights = {name: tensors[name] for name in tensors}
+    for name, x in weights.items():
+        if x.is_floating_point():
+            check_finite(name, x)
     options = {} if attention is None else {"attn_implementation": attention}
     generation = _generation_config(folder)
     with _quiet(transformers.utils.logging), one_line(f"{folder} has no model that {kind} can load"):
@@ -92,13 +95,6 @@ def check_vocabulary(model: Any, tokenizer: Any) -> None:
     count = max(tokenizer.get_vocab().values(), default=-1) + 1  # ids may have gaps
     if count > rows:
         raise ValueError(f"the tokenizer has {count} tokens but the model has {rows} embeddings: give the model's own tokenizer")
-
-
-def _finite(name: str, tensors: Tensors) -> Tensor:
-    x = tensors[name]
-    if x.is_floating_point():
-        check_finite(name, x)
-    return x
 
 
 def _described(auto: Any, config: Any, weights: Mapping[str, Tensor], options: Mapping[str, str], folder: Path) -> Any:

@@ -105,8 +105,13 @@ def initialize(config: Config) -> None:
         # Each of gloo's groups opens a port, also for one process, by default on the host name's address.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     set_deterministic(config.training.deterministic)
+    if cuda and launch.local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"LOCAL_RANK={launch.local_rank} of {launch.local_world_size} processes on this machine, but it has "
+            f"{torch.cuda.device_count()} GPUs (one each): start with --nproc-per-node {torch.cuda.device_count()} or fewer"
+        )
     if cuda:
-        _take_gpu(launch)
+        torch.cuda.set_device(launch.local_rank)
     limit = timedelta(minutes=parallel.distributed_timeout_minutes)
     timeout = limit + timedelta(seconds=GRACE_SECONDS)
     with contextlib.ExitStack() as meeting:
@@ -176,13 +181,3 @@ def shutdown() -> None:
 def device_waits() -> bool:
     """Return whether collectives wait on the device (NCCL), so that a rank gets no error when another rank has failed."""
     return torch.distributed.is_initialized() and "nccl" in torch.distributed.get_backend()
-
-
-def _take_gpu(launch: LaunchEnvironment) -> None:
-    gpus = torch.cuda.device_count()
-    if launch.local_rank >= gpus:
-        raise ValueError(
-            f"LOCAL_RANK={launch.local_rank} of {launch.local_world_size} processes on this machine, but it has {gpus} GPUs (one each): "
-            f"start with --nproc-per-node {gpus} or fewer"
-        )
-    torch.cuda.set_device(launch.local_rank)

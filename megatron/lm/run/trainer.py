@@ -252,7 +252,11 @@ class Trainer:
             self.profiles.after(due.iteration)
             if self.metrics.reports(due.iteration):
                 self.profiles.report(due.iteration)
-            verdict = self._judge(result, due)
+            if due.comparison:
+                self.watchdog.at("comparing weights", due.iteration)
+                check_replicas(self.training, due.iteration)
+            self.watchdog.at(IN_STEP, due.iteration)  # the host waits here for the device
+            verdict = self.step_watch.look(result, due.iteration, now=due.verdict)
             if verdict.roll_back and self._roll_back():
                 stream = self._watched(self.data.training_batches(self.training))
                 continue
@@ -279,14 +283,6 @@ class Trainer:
         if changes:
             self._rebuild_graphs()  # they contain what the layers computed before
         return result
-
-    def _judge(self, result: StepResult, due: Due) -> StepVerdict:
-        """Return what all ranks do about the steps so far. Collective."""
-        if due.comparison:
-            self.watchdog.at("comparing weights", due.iteration)
-            check_replicas(self.training, due.iteration)
-        self.watchdog.at(IN_STEP, due.iteration)  # the host waits here for the device
-        return self.step_watch.look(result, due.iteration, now=due.verdict)
 
     def _after_step(self, due: Due, verdict: StepVerdict) -> str | None:
         """Save and evaluate if due; return why the run stops here, or None."""

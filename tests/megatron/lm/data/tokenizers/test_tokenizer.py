@@ -165,6 +165,9 @@ def test_words_begin_with_a_space_or_where_the_vocabulary_says_so(folder: Path, 
             ours.detokenize([ids[0], i]).startswith(ours.detokenize([ids[0]]) + " ") for i in ids[1:]
         ]
         assert begins[ours.eod] or isinstance(ours, HuggingFaceTokenizer)
+    ours = of("SentencePieceTokenizer", pieces)  # which spells other blanks in bytes: a word begins with them, as in byte-level BPE
+    for text, begin in (("a\nb", True), ("a\tb", True), ("a🙂b", False)):
+        assert set(ours.word_begins()[ours.tokenize(text)[1:]]) == {begin, False}, text
 
     def huggingface(vocabulary: list[str]) -> HuggingFaceTokenizer:
         model = models.WordPiece({token: i for i, token in enumerate(vocabulary)}, unk_token="[UNK]")

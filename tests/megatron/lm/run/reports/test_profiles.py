@@ -65,11 +65,11 @@ def test_the_iterations_after_start_to_end_are_traced(
 def test_a_run_that_fails_writes_no_trace_and_can_be_followed_by_another(
     prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def failing(self: Trainer, result: Any, due: Any) -> Any:
+    def failing(self: Trainer, due: Any, verdict: Any) -> Any:
         raise ValueError("no longer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_judge", failing)
+        patch.setattr(Trainer, "_after_step", failing)
         with pytest.raises(ValueError, match="no longer"):
             tiny.run(settings(prefix, tmp_path, 0, 4))
     assert traces(tmp_path) == {}
