@@ -168,7 +168,7 @@ def refused(message, seq_length=16, counts=(5, 0, 0), tokenizer=TOKENIZER, **dat
 def test_missing_and_empty_files(tmp_path, prefix, suffix):
     path = tmp_path / f"p{suffix}"
     path.write_bytes(b"")
-    refused(rf"p\{suffix} is empty.*preprocess_data", data_path=(prefix,))
+    refused(rf"p\{suffix} is empty.*msamp preprocess", data_path=(prefix,))
     path.unlink()
     refused(rf"p\{suffix} does not exist.*preprocess_data", data_path=(prefix,))
     assert not (tmp_path / "index_cache").exists()
