@@ -228,5 +228,17 @@ def test_a_captured_step_of_what_accelerate_has_prepared():
                 optimizer.zero_grad()
             curve.append(float(loss))
         curves.append(curve)
+    plain = net()
+    model, optimizer = msamp.initialize(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), "O2")
+    for number in range(6):  # by hand: all but the last micro-batch under no_sync
+        first, last = ROWS.roll(number, 0).chunk(MICRO_BATCHES)
+        with optimizer.no_sync():
+            ((model(first) - first[:, :16]).square().mean() / MICRO_BATCHES).backward()
+        loss = (model(last) - last[:, :16]).square().mean()
+        (loss / MICRO_BATCHES).backward()
+        msamp.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert float(loss) == curves[0][number]
     assert curves[0] == curves[1]
     assert step.obstacle is None
