@@ -170,7 +170,7 @@ def test_missing_and_empty_files(tmp_path, prefix, suffix):
     path.write_bytes(b"")
     refused(rf"p\{suffix} is empty.*msamp preprocess", data_path=(prefix,))
     path.unlink()
-    refused(rf"p\{suffix} does not exist.*preprocess_data", data_path=(prefix,))
+    refused(rf"p\{suffix} does not exist.*msamp preprocess", data_path=(prefix,))
     assert not (tmp_path / "index_cache").exists()
 
 
