@@ -1,6 +1,6 @@
 """Tables of the documentation: SQL over the recorded rows, written into the pages.
 
-`tables.toml` has a query per table. A page that contains
+`tables.toml` has a query per table; one that names commits says why in `chosen`, a sentence below the table. A page that contains
 
     <!-- table: NAME -->
     <!-- end -->
@@ -219,12 +219,13 @@ def table(name: str) -> Table:
     if name not in known or name == "templates":
         raise ValueError(f"table {name!r} is unknown: tools/docs/tables.toml has {', '.join(sorted(known))}")
     one = dict(known[name])
+    note = " ".join(one.pop(key) for key in ("note", "chosen") if key in one)
     if "template" in one:
         template = known["templates"][one.pop("template")]
         for key, value in one.items():
             template = template.replace("{" + key + "}", value)
-        return select(template, one.get("note", ""))
-    return select(one["query"], one.get("note", ""))
+        return select(template, note)
+    return select(one["query"], note)
 
 
 def filled(text: str, page: str, more: Mapping[str, str] | None = None) -> str:

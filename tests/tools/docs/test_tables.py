@@ -1,5 +1,6 @@
 """Tables are SQL over the recorded rows: what a query gives, what it is refused for, and how pages are filled."""
 
+import re
 import statistics
 import subprocess
 
@@ -53,6 +54,33 @@ def test_a_wrong_query_is_refused(query, word):
 def test_every_marker_of_a_page_has_a_table():
     names = {match[2] for page in tables.pages(ROOT) for match in tables.MARKED.finditer(page.read_text(encoding="utf-8"))}
     assert names - {"reproduction", "as-published"} <= set(tables.specifications())
+
+
+def test_a_table_of_chosen_commits_says_why():
+    for name, one in tables.specifications().items():
+        query = "" if name == "templates" else " ".join(value for key, value in one.items() if key not in ("chosen", "note"))
+        if re.search(r"'[0-9a-f]{7,8}'", query):
+            assert one["chosen"] in tables.table(name).note, name
+
+
+def test_a_baseline_is_quoted_by_its_best():
+    """README's ratios: over O3 of the same commit and day, at the baseline's fastest way and call; medians of a call's starts."""
+    calls: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for row in read(STEP):
+        if (row["preset"], row["micro_batch"], row["gpu"]) == ("1.3b", "4", "NVIDIA H200") and row["ms"]:
+            calls.setdefault((row["commit"], row["date"]), {}).setdefault(row["case"], []).append(float(row["ms"]))
+    medians = [{case: statistics.median(ms) for case, ms in call.items()} for call in calls.values() if {"O0", "O3"} <= call.keys()]
+    fused = [call for call in medians if call["O3"] < call["O0"]]
+    best = {
+        name: "{:.2f}".format(min((ms, ms / call["O3"]) for call in fused for case, ms in call.items() if case.startswith(name))[1])
+        for name in ("torchao bf16", "torchao ao-", "megatron bf16", "megatron te-")
+    }
+    text = tables.table("step-ratios").cells[0][0]
+    assert f"{fused[-1]['O0'] / fused[-1]['O3']:.2f} times as fast" in " ".join(text.split())
+    quoted = re.findall(
+        r"takes (\S+) times as long.* FP8 (\S+) times.* Engine (\S+) times in BF16 and (\S+) in FP8", " ".join(text.split())
+    )
+    assert quoted == [tuple(best.values())]
 
 
 @pytest.mark.parametrize(("text", "word"), [("<!-- table: nonsense -->\n<!-- end -->\n", "nonsense"), ("<!-- table: steps -->\n", "end")])
