@@ -107,7 +107,7 @@ launch() {
     hosts=$(scontrol show hostnames "${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}" 2>/dev/null) || [ -n "${MASTER_ADDR:-}" ] ||
       refuse "scontrol does not list the hosts of this job: set MASTER_ADDR to the host name of its first machine"
     MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}
-    MASTER_PORT=${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-0} % 20000))}
+    MASTER_PORT=${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-0} % 12000))}
     export MASTER_ADDR MASTER_PORT
   fi
   if ((tasks > NNODES)); then

@@ -10,8 +10,9 @@
 #   ATTEMPTS  how often training starts within one allocation if a process fails (default 3)
 #   REQUEUES  how often the job is requeued at its time limit (default 100)
 #   ROOT      the checkout (default: the folder of submission)
-# Check GPUs and links beforehand with DCGM and nccl-tests (docs/guide/clusters.md). Slurm sends SIGUSR1 ten minutes before the limit: every
-# process saves and exits, and the job is requeued. Allow more time than a step and a save take.
+#   IMAGE     container of the tasks: FILE.sif for Apptainer, anything else for Pyxis (srun --container-image); sees ROOT, SAVE and DATA's folder
+# Check GPUs and links beforehand with DCGM and nccl-tests (docs/guide/clusters.md). Slurm sends SIGUSR1 ten minutes before the limit, and
+# SIGTERM if it preempts the job: every process saves and exits, and the job is requeued. Allow more time than a step and a save take.
 #SBATCH --job-name=pretrain
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=8
@@ -43,7 +44,7 @@ whole REQUEUES 0 10000
 export PYTHON OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun no longer takes it from the job by itself
-interpreter
+if [ -n "${IMAGE:-}" ]; then PYTHON=python3; else interpreter; fi # the image's own
 mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 ((${#HOSTS[@]})) || refuse "scontrol does not list the hosts of this job"
 export MASTER_ADDR=${HOSTS[0]}
@@ -58,11 +59,17 @@ leave() {
   scancel --signal=TERM "$SLURM_JOB_ID" || true # signals the steps, not this script
 }
 trap leave USR1
+trap 'interrupted=1' TERM # sent to the tasks too, which save; the script waits for them
+
+# preempted: whether Slurm has taken the job's machines for another one. After scancel the job must not start again.
+preempted() {
+  scontrol show job "$SLURM_JOB_ID" 2>/dev/null | grep -q 'PreemptTime=[0-9]'
+}
 
 # step COMMAND...: run it as a step with one task per GPU; return its exit code. Once a task has ended, the others have five minutes.
 step() {
   local pid code
-  srun --kill-on-bad-exit=0 --wait=300 "$@" &
+  srun --kill-on-bad-exit=0 --wait=300 "${INTO[@]}" "$@" &
   pid=$!
   while :; do
     code=0 interrupted=0
@@ -81,27 +88,33 @@ requeue() {
     refuse "the job was requeued ${SLURM_RESTART_COUNT:-0} times already (REQUEUES=$REQUEUES): submit it again to continue"
   fi
   if [ "$(saved)" = "$before" ]; then
-    refuse "no checkpoint was written before the time limit (newest: $before): give sbatch a longer --time, or an earlier --signal"
+    refuse "no checkpoint was written before the job had to leave (newest: $before): give sbatch a longer --time, or an earlier --signal"
   fi
   echo "requeued; the newest checkpoint is of iteration $(saved)"
   scontrol requeue "$SLURM_JOB_ID"
   exit 0
 }
 
+INTO=() # flags of srun, or a command, that start a task in the container
+if [ -n "${IMAGE:-}" ]; then
+  folders="$ROOT $(realpath -m "$SAVE") $(realpath -m "$(dirname "${DATA:-$ROOT}")")"
+  INTO=("--container-image=$IMAGE" "--container-workdir=$PWD" "--container-mounts=$(printf '%s\n' $folders | sed 's/.*/&:&/' | paste -sd,)")
+  if [[ $IMAGE == *.sif ]]; then INTO=(apptainer exec --nv --pwd "$PWD" --bind "${folders// /,}" "$IMAGE"); fi
+fi
 before=$(saved)
 for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
-  # A new port each time: the last one may still be in use.
-  export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 16 + attempt) % 20000))
+  # Another port each time, since one may be taken; below 32768, from which Linux gives ports to connections.
+  export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 16 + attempt) % 12000))
   code=0
   step bash "$SCRIPT" --save "$SAVE" --load "$SAVE" --exit-code-unfinished "$UNFINISHED" "$@" || code=$?
   if ((code == 0)); then
     echo "training is finished"
     exit 0
   fi
-  if ((leaving)); then
+  if ((leaving)) || preempted; then
     requeue
   fi
-  # Do not restart after invalid flags (2), or after a stop other than at the time limit (scancel, --exit-duration-in-mins).
+  # Do not restart after invalid flags (2), or after a stop for another reason (scancel, --exit-duration-in-mins).
   if ((code == 2 || code == UNFINISHED)); then
     exit "$code"
   fi

@@ -15,16 +15,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "slurm" / "pretrain.sh"
 COMMANDS = {
-    "srun": 'echo $$ >"$FAKE/task"; exec "${@:3}"',
+    "srun": 'echo $$ >"$FAKE/task"; echo "srun $@"; while [[ $1 == --* ]]; do shift; done; exec "$@"',
     "scancel": 'kill -TERM "$(cat "$FAKE/task")"',
-    "scontrol": 'if [ "$1" = requeue ]; then touch "$FAKE/requeued"; else echo localhost; fi',
+    "scontrol": 'case $1$2 in requeue*) touch "$FAKE/requeued" ;; showjob) echo "PreemptTime=$PREEMPTED" ;; *) echo localhost ;; esac',
+    "apptainer": 'echo "apptainer $@"; exec "${@:8}"',
 }
 SAVES = 'mkdir -p "$SAVE"; echo 20 >"$SAVE/latest_checkpointed_iteration.txt"; exit 75'
 UNTIL_THE_LIMIT = "trap '{}' TERM; touch \"$FAKE/trains\"; while :; do sleep 0.02; done"
 
 
-def submit(folder: Path, training: str, *, limit: bool = False, **environment: object) -> tuple[int, str, int]:
-    """Run the script as a Slurm job whose tasks run `training`, lines of shell; with `limit` signal it as Slurm does before the time limit.
+def submit(folder: Path, training: str, *, limit: int = 0, **environment: object) -> tuple[int, str, int]:
+    """Run the script as a Slurm job whose tasks run `training`, lines of shell; `limit` is the signal that Slurm sends.
 
     Returns:
         The exit code, the output, and how often training was started.
@@ -44,7 +45,9 @@ def submit(folder: Path, training: str, *, limit: bool = False, **environment: o
         while not (folder / "trains").exists():
             assert time.monotonic() < end
             time.sleep(0.02)
-        os.kill(batch.pid, signal.SIGUSR1)
+        os.kill(batch.pid, limit)
+        if limit == signal.SIGTERM:
+            os.kill(int((folder / "task").read_text()), limit)
     output, _ = batch.communicate(timeout=120)
     started = folder / "started"
     return batch.returncode, output, started.read_text().count("\n") if started.exists() else 0
@@ -59,11 +62,25 @@ def test_only_failures_are_retried(tmp_path: Path, code: int, starts: int):
 
 @pytest.mark.promise("Clusters", "At the time limit all processes save and exit, and the job is requeued, unless it saved nothing.")
 @pytest.mark.parametrize(
-    ("ending", "requeues", "code"), [(SAVES, 1, 0), ("exit 75", 1, 2), (SAVES, 0, 2)], ids=["saved", "nothing saved", "too often"]
+    ("ending", "requeues", "limit", "preempted", "code"),
+    [
+        *[(SAVES, 1, signal.SIGUSR1, "None", 0), ("exit 75", 1, signal.SIGUSR1, "None", 2), (SAVES, 0, signal.SIGUSR1, "None", 2)],
+        *[(SAVES, 1, signal.SIGTERM, "2026-11-29T10:00:00", 0), (SAVES, 1, signal.SIGTERM, "None", 75)],
+    ],
+    ids=["saved", "nothing saved", "too often", "preempted", "scancel"],
 )
-def test_at_the_time_limit_a_job_that_saved_is_requeued(tmp_path: Path, ending: str, requeues: int, code: int):
-    assert submit(tmp_path, UNTIL_THE_LIMIT.format(ending), limit=True, REQUEUES=requeues)[0] == code
+def test_a_job_that_saved_at_its_limit_or_when_preempted_is_requeued(tmp_path: Path, ending, requeues, limit, preempted, code):
+    assert submit(tmp_path, UNTIL_THE_LIMIT.format(ending), limit=limit, REQUEUES=requeues, PREEMPTED=preempted)[0] == code
     assert (tmp_path / "requeued").exists() == (code == 0)
+
+
+@pytest.mark.parametrize(
+    ("image", "line"), [("msamp.sif", "apptainer exec --nv --pwd"), ("nvcr.io/x", "--container-image=nvcr.io/x --cont")]
+)
+def test_tasks_run_in_an_image(tmp_path: Path, image: str, line: str):
+    code, output, _ = submit(tmp_path, 'echo "port $MASTER_PORT"', IMAGE=image)
+    assert (code, line in output) == (0, True)
+    assert 20000 <= int(output.partition("port ")[2].split()[0]) < 32768
 
 
 @pytest.mark.parametrize(
