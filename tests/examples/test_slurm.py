@@ -1,7 +1,4 @@
-"""The batch script for Slurm: what it refuses, when it retries, and that it saves and requeues at the time limit.
-
-Two-line stand-ins for srun, scancel and scontrol run one task on this machine.
-"""
+"""The batch script for Slurm with stand-ins for srun, scancel and scontrol that run one task on this machine."""
 
 import os
 import signal

@@ -20,10 +20,7 @@ CONTRAST = {
 }
 
 
-@pytest.mark.parametrize(
-    "example",
-    ["plain_loop", "plain_loop_torchrun", "greedy_zero", "hugging_face", "coat", "fp16_amp", "convolution"],
-)
+@pytest.mark.parametrize("example", ["plain_loop", "plain_loop_torchrun", "greedy_zero", "hugging_face", "coat", "fp16_amp", "convolution"])
 def test_it_learns_on_one_process(example, tmp_path, monkeypatch, capsys):
     if example == "hugging_face":
         pytest.importorskip("transformers")

@@ -77,11 +77,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path):
         pass
     with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "other" / "deep"):
         raise ZeroDivisionError
-    with (
-        new_folder(tmp_path / "busy"),
-        pytest.raises(ValueError, match=r"busy\.partial"),
-        new_folder(tmp_path / "busy"),
-    ):
+    with new_folder(tmp_path / "busy"), pytest.raises(ValueError, match=r"busy\.partial"), new_folder(tmp_path / "busy"):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["busy", "deep"]
 
@@ -101,7 +97,7 @@ def test_what_a_killed_writer_left_is_deleted_by_the_next(tmp_path: Path):
         assert (tmp_path / "note").read_bytes() == b"quick"
     assert (tmp_path / "note").read_bytes() == b"slow"
     assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == [
-        *("note", "other.01234567.partial", "out", "out/y"),
+        *("note", "other.01234567.partial", "out", "out/y")
     ]
 
 
