@@ -160,7 +160,7 @@ def test_under_srun_a_task_is_a_rank_or_a_machine_and_flags_that_follow_override
     )
     assert parse_args(flags).optimizer.lr == 1e-3
     launch, _, environment = called(start("7b", SLURM_NTASKS=4, SLURM_PROCID=2, SLURM_LOCALID=0, **more))
-    assert " ".join(launch[2:]) == "--nnodes 4 --node-rank 2 --nproc-per-node 8 --master-addr gpu1 --master-port 20007"
+    assert " ".join(launch[2:]) == "--nnodes 4 --node-rank 2 --nproc-per-node 8 --master-addr gpu1 --master-port 28007"
     assert environment["RANK"] == ""
 
 
