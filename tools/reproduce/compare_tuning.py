@@ -1,0 +1,88 @@
+"""Tune a model by TRL at each level, rate and seed (`examples/trl_tuning.py`), several runs at once on one GPU; one CSV row per run.
+
+    python tools/reproduce/compare_tuning.py --load smollm2 --sft alpaca_en_demo.json --dpo dpo_en_demo.json
+
+O0 runs twice: from BF16 weights, of which small updates reach the layers late, and from FP32 weights under autocast. All runs of a seed
+come before those of the next. Runs that are on file are skipped, so the same command continues where a call was cut off.
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from typing import Any
+
+from examples import trl_tuning
+from megatron.lm.shell import arguments, exit_codes
+from tools.bench import rows
+from tools.measurements import ROOT, read
+
+LEVELS = (("O0", "bf16"), ("O0", "fp32"), ("O1", "bf16"), ("O2", "bf16"), ("O3", "bf16"))
+RATES = {"sft": ("1e-5", "5e-5"), "dpo": ("1e-6", "5e-6", "2e-5"), "grpo": ("5e-6",)}
+FLAGS = {"sft": "--batch 16 --valid-rows 99", "dpo": "--batch 8 --valid-rows 100", "grpo": "--batch 64"}
+
+
+def cases(args: argparse.Namespace) -> Iterator[list[str]]:
+    """Yield the words of each run."""
+    for seed in range(1234, 1234 + args.seeds):
+        for task in args.tasks:
+            data = [] if task == "grpo" else ["--data", str(getattr(args, task))]
+            for rate in RATES[task]:
+                for level, dtype in LEVELS:
+                    shared = [
+                        "--load",
+                        str(args.load),
+                        "--seq-length",
+                        str(args.seq_length),
+                        "--steps",
+                        str(args.steps),
+                        "--seed",
+                        str(seed),
+                    ]
+                    yield [task, *data, *shared, "--opt-level", level, "--dtype", dtype, "--lr", rate, *FLAGS[task].split(), *args.more]
+
+
+def run(words: list[str]) -> dict[str, Any]:
+    return trl_tuning.tune(trl_tuning.parse(words))
+
+
+@exit_codes.command
+def main() -> int:
+    parser = arguments.Parser(description=__doc__)
+    add = parser.add_argument
+    add("--load", type=arguments.path, required=True, help="transformers folder")
+    add("--sft", type=arguments.path, help="conversations")
+    add("--dpo", type=arguments.path, help="preferences")
+    add("--tasks", nargs="+", choices=tuple(RATES), default=["sft", "dpo"], help="(default: %(default)s)")
+    add("--seeds", type=arguments.count(1), default=3, help="(default: %(default)s)")
+    add("--steps", type=arguments.count(1), default=60, help="(default: %(default)s)")
+    add("--seq-length", type=arguments.count(8), default=768, help="(default: %(default)s)")
+    add("--at-once", type=arguments.count(1), default=1, help="runs at a time (default: %(default)s)")
+    rows.add_flags(parser, None)
+    add("--more", type=shlex.split, default=[], help="further flags of the example, in quotes")
+    args = parser.parse_args()
+    for task in args.tasks:
+        if task != "grpo" and getattr(args, task) is None:
+            parser.error(f"--tasks {task} needs --{task} FILE")
+    path = args.csv or ROOT / "tools/reproduce/results/trl/tuning.csv"
+    done = {tuple(row[name] for name in trl_tuning.SETTINGS) for row in read(str(path))} if path.is_file() else set()
+    left, failed, machine = [], 0, rows.machine(args.commit)
+    for words in cases(args):
+        parsed = trl_tuning.parse(words)
+        if tuple(str(getattr(parsed, name)) for name in trl_tuning.SETTINGS) not in done:
+            left.append(words)
+    with ProcessPoolExecutor(args.at_once, get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(run, words) for words in left]):
+            if (error := future.exception()) is not None:
+                failed += 1
+                print(f"failed: {error!r:.300}", flush=True)
+                continue
+            rows.append(path, [machine | future.result()])
+            print(future.result(), flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
