@@ -297,6 +297,7 @@ def decide(
         try:
             times = cached(None, shapes, recipe, measure)
             launched = {name: host(shape, recipe) for name, shape in shapes.items()}
+            torch.cuda.empty_cache()  # the graphs' pools; without CUDA nothing
         except RuntimeError as error:  # such as too little memory, which must not end a run
             because = str(error).partition("\n")[0]
     if times is None:
