@@ -134,6 +134,7 @@ class _Writer:
 
         self._prefix, self._vocab_size, self._dtype = prefix, tokenizer.vocab_size, dtype
         self.documents = self.tokens = self.text_bytes = 0
+        self._made = [folder for folder in (prefix.parent, *prefix.parent.parents) if not folder.exists()]
         try:
             prefix.parent.mkdir(parents=True, exist_ok=True)
             left = [path for path in map(self._name, _PARTIALS) if os.path.lexists(path)]
@@ -149,6 +150,7 @@ class _Writer:
                 f"--output-prefix {prefix} is being written by another process: wait for it to end, or choose another prefix"
             ) from None
         except (OSError, ValueError) as error:
+            self._remove_empty()
             raise ValueError(f"--output-prefix {prefix} cannot be written ({error}): choose a writable folder") from None
 
     def __enter__(self) -> _Writer:
@@ -160,6 +162,13 @@ class _Writer:
         for path in map(self._name, _PARTIALS):
             path.unlink(missing_ok=True)
         self._held.close()
+        self._remove_empty()
+
+    def _remove_empty(self) -> None:
+        """Remove the folders that this made, unless a dataset is in them."""
+        with contextlib.suppress(OSError):
+            for folder in self._made:
+                folder.rmdir()
 
     def _name(self, suffix: str) -> Path:
         return self._prefix.with_name(self._prefix.name + suffix)
