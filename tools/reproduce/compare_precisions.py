@@ -17,22 +17,31 @@ With --processes N each run is N data-parallel processes on as many GPUs: what F
     ... --processes 2 --precisions bf16 "O3 --micro-batch-size 8" "O3 --micro-batch-size 8 --grad-exchange nccl"
     ... --processes 2 --precisions bf16 "O3 --micro-batch-size 1" --flags "--seq-length 512 --global-batch-size 16" --no-speed
 
-Writes precisions.csv (`COLUMNS`) and curves.csv of the complete runs to --out, and lists the others.
+Pairs of seeds as time permits, added to those on file (--seconds: no run starts that would end later than the longest one took; call again
+with another --out on another machine, and copy its two files over those on file):
+
+    ... --precisions bf16 O3 --seeds bf16=10 O3=10 --no-speed --seconds 500 --on-file tools/reproduce/results/long_100m
+
+Writes precisions.csv (`COLUMNS`) and curves.csv of the complete runs, with those on file, to --out after each run, and lists the others.
 """
 
 import argparse
 import itertools
+import json
+import math
 import os
 import re
 import shlex
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Lock
 from typing import Any
 
 import torch
@@ -43,6 +52,7 @@ from megatron.lm.shell.arguments import Parser, count, path
 from megatron.lm.tools.report import Run, read_run, write_curves
 from msamp.numerics import recipe
 from tools.bench import rows
+from tools.measurements import read
 from tools.precisions import case_flags, legal_case
 
 STEPS, SPEED_STEPS, FIRST_SEED = 2000, 60, 1234
@@ -148,17 +158,24 @@ def stop(running: "subprocess.Popen[bytes]") -> None:
         running.wait()
 
 
-def train_all(jobs: Sequence[Job], options: argparse.Namespace, at_once: int, of: Command | None = None) -> None:
-    """Run jobs in order, `at_once` per GPU (or per set of GPUs, with several processes); the next goes to the first that is free. `of`: as
-    in `train`."""
+def train_all(
+    jobs: Sequence[Job], options: argparse.Namespace, at_once: int, of: Command | None = None, after: Callable[[], object] = lambda: None
+) -> None:
+    """Run jobs in order, `at_once` per GPU (or per set of GPUs, with several processes); the next goes to the first that is free, unless it
+    would end after `options.end` if it took as long as the longest one. `of`: as in `train`; `after`: called after each."""
     free: SimpleQueue[str] = SimpleQueue()
     for card in cards(options.processes) * at_once:
         free.put(card)
+    took, lock = [0.0], Lock()
 
     def one(job: Job) -> None:
-        card = free.get()
+        card, start = free.get(), time.monotonic()
         try:
-            train(job, options, card, of)
+            if start + max(took) < getattr(options, "end", math.inf) and not complete(job, options):
+                train(job, options, card, of)
+                took.append(time.monotonic() - start)
+                with lock:
+                    after()
         finally:
             free.put(card)
 
@@ -185,6 +202,7 @@ def row_of(precision: str, runs: Mapping[int, Run], speed: Run, base: Mapping[in
     against = against_base(runs, base)
     width = None if against is None else against.relative.half_width
     late = [line for line in speed.train if line["iteration"] > speed.train[-1]["iteration"] / 2]  # graphs are captured by then
+    late = [line for line in late if "tokens_per_s" in line]  # a run on file has none
     sizes = speed.precision["bytes_per_parameter"] if speed.precision else {}
     return {
         "precision": precision,
@@ -194,9 +212,9 @@ def row_of(precision: str, runs: Mapping[int, Run], speed: Run, base: Mapping[in
         "most": round(max(losses), 4),
         "against_bf16": "" if against is None else f"{100 * against.relative.mean:+.2f} %",
         "half_width": "" if width is None else f"{100 * width:.2f} %",
-        "tokens_s": round(statistics.median(line["tokens_per_s"] for line in late)) if timed else "",
-        "peak_gib": round(max(line["memory_gib"] for line in late), 2),
-        "state_bytes_param": round(sum(sizes.values()), 2),
+        "tokens_s": round(statistics.median(line["tokens_per_s"] for line in late)) if timed and late else "",
+        "peak_gib": round(max(line["memory_gib"] for line in late), 2) if late else "",
+        "state_bytes_param": round(sum(sizes.values()), 2) if sizes else "",
     }
 
 
@@ -219,23 +237,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-speed", action="store_true", help="no short runs with --at-once: leave the speed empty")
     parser.add_argument("--at-once", type=count(1), default=1, help="trainings that share a GPU (default: %(default)s)")
     parser.add_argument("--processes", type=count(1), default=1, help="data-parallel processes of each run (default: %(default)s)")
+    parser.add_argument("--seconds", type=count(1), help="of this call, for all runs")
+    parser.add_argument("--on-file", type=path, help="folder with precisions.csv and curves.csv, whose runs are complete")
     parser.add_argument("--flags", default="", help="more flags of msamp pretrain, for every run")
     parser.add_argument("--commit", help="commit hash to record if this tree is not a git checkout")
     options = parser.parse_args(argv)
+    options.end = time.monotonic() + options.seconds if options.seconds else math.inf
     seeds = seeds_of(options.seeds)
     cards(options.processes)  # refuse too many before anything runs
+    if options.on_file:
+        restore(options.on_file / "curves.csv", options.out)
     jobs = {p: [job_of(p, number, options.steps, options.processes) for number in seeds.get(p, range(1))] for p in options.precisions}
     alone = alone_of(jobs, options)
     by_seed = itertools.chain.from_iterable(itertools.zip_longest(*jobs.values()))
     first = [] if options.no_speed else list(alone.values())
     shared = [job for job in by_seed if job is not None and job not in first]
+
+    def tables() -> list[Job]:
+        missing = [job for job in (*first, *shared) if not complete(job, options)]
+        whole = {p: [job for job in jobs[p] if job not in missing] for p in jobs if alone[p] not in first or alone[p] not in missing}
+        if any(whole.values()):
+            write({p: of_precision for p, of_precision in whole.items() if of_precision}, alone, options)
+        return missing
+
     train_all(first, options, 1)
-    train_all(shared, options, options.at_once)
-    missing = [job for job in (*first, *shared) if not complete(job, options)]
-    whole = {p: [job for job in jobs[p] if job not in missing] for p in jobs if alone[p] not in first or alone[p] not in missing}
-    if any(whole.values()):
-        write({p: of_precision for p, of_precision in whole.items() if of_precision}, alone, options)
-    if missing:
+    train_all(shared, options, options.at_once, after=tables)
+    if missing := tables():
         print("missing: " + ", ".join(job.name for job in missing))
     return int(bool(missing))
 
@@ -252,6 +279,19 @@ def alone_of(jobs: Mapping[str, Sequence[Job]], options: argparse.Namespace) -> 
     return {p: job_of(p, "alone", options.speed_steps, options.processes) if short else of_precision[0] for p, of_precision in jobs.items()}
 
 
+def restore(curves: Path, out: Path) -> None:
+    """Write the metrics of the runs in a curves.csv to --out, unless they are there; a missing file has none."""
+    lines: dict[str, list[str]] = {}
+    for row in read(str(curves.resolve())) if curves.is_file() else ():
+        numbers = {name: float(value) for name, value in row.items() if name not in ("run", "kind") and value}
+        lines.setdefault(row["run"], []).append(json.dumps({"kind": row["kind"], **numbers, "iteration": int(row["iteration"])}) + "\n")
+    for name, some in lines.items():
+        file = out / name / "metrics.jsonl"
+        if not file.is_file():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("".join(some), encoding="utf-8")
+
+
 def folder_of(precision: str) -> str:
     """Return the prefix of a run's folder for a precision with its flags."""
     return re.sub(r"[\s-]+", "-", precision)
@@ -260,15 +300,17 @@ def folder_of(precision: str) -> str:
 def write(jobs: Mapping[str, Sequence[Job]], alone: Mapping[str, Job], options: argparse.Namespace) -> None:
     """Write precisions.csv and curves.csv, and print the table."""
 
-    def read(job: Job) -> Run:
+    def metrics(job: Job) -> Run:
         return read_run(job.name, options.out / job.name / "metrics.jsonl")
 
-    runs = {precision: {job.seed: read(job) for job in of_precision} for precision, of_precision in jobs.items()}
+    runs = {precision: {job.seed: metrics(job) for job in of_precision} for precision, of_precision in jobs.items()}
     where = rows.machine(options.commit)
     if options.processes > 1:
         where["gpu"] = f"{options.processes} x {where['gpu']}"
     base, timed = runs.get("bf16", {}), not options.no_speed
-    speed = {precision: read(alone[precision]) if timed else next(iter(of_precision.values())) for precision, of_precision in runs.items()}
+    speed = {
+        precision: metrics(alone[precision]) if timed else next(iter(of_precision.values())) for precision, of_precision in runs.items()
+    }
     table = [where | row_of(precision, of_precision, speed[precision], base, timed=timed) for precision, of_precision in runs.items()]
     rows.write(options.out / "precisions.csv", list(table[0]), table)
     print("| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS), sep="\n")

@@ -63,6 +63,30 @@ def test_the_table_by_hand_and_what_is_complete_is_kept(
     assert started[3:] == ["bf16_alone", "O2_alone"]
 
 
+def test_pairs_are_added_to_those_on_file_while_time_permits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    started = []
+
+    def pretend(job: Job, options: argparse.Namespace) -> list[str]:
+        started.append(job.name)
+        path, text = options.out / job.name / "metrics.jsonl", metrics(job, 4.0 + 0.1 * (job.precision == "O3") + job.seed % 10, 100.0)
+        return [sys.executable, "-c", f"import time; time.sleep(0.4); open({str(path)!r}, 'w').write({text!r})"]
+
+    monkeypatch.setattr(compare_precisions, "command", pretend)
+    first, second = tmp_path / "first", tmp_path / "second"
+    arguments = ["--precisions", "bf16", "O3", "--seeds", "bf16=3", "O3=3", "--steps", "8", "--no-speed"]
+    monkeypatch.setattr(
+        compare_precisions.time, "monotonic", iter(range(0, 1000, 2)).__next__
+    )  # a run takes two seconds, and asking another two
+    assert compare_precisions.main(["--out", str(first), *arguments, "--seconds", "9"]) == 1
+    assert started == ["bf16_0", "O3_0"]
+    assert compare_precisions.main(["--out", str(second), *arguments, "--on-file", str(first)]) == 0
+    assert started[2:] == ["bf16_1", "O3_1", "bf16_2", "O3_2"]
+    with (second / "precisions.csv").open() as stream:
+        assert [row["seeds"] for row in csv.DictReader(stream)] == ["3", "3"]
+    with (second / "curves.csv").open() as stream:
+        assert {row["run"] for row in csv.DictReader(stream)} == {f"{name}_{k}" for name in ("bf16", "O3") for k in range(3)}
+
+
 def test_without_a_baseline_of_every_seed_nothing_is_compared():
     run: Any = object()
     assert against_base({1: run, 2: run}, {1: run}) is None
