@@ -149,7 +149,7 @@ def _activate_backward_kernel(
                 up = ups[k].to(tl.float32)
                 silu, s = _silu(v, HARDWARE)
                 a, v, w = silu * up, grad * (s + silu * (1.0 - s)) * up, grad * silu
-                top, up_total = _higher(top, w), up_total + w
+                top, up_total = _higher(top, w, ALIGNED), up_total + w
                 up_values = up_values + (w,)  # noqa: RUF005
             elif SQUARED_RELU:
                 relu = _relu(v)
@@ -158,7 +158,7 @@ def _activate_backward_kernel(
                 a, s, square = _gelu(v, HARDWARE)
                 # Multiply by y last: if it is huge, s (1 - s) is 0, and if it is NaN or infinite, so is the gradient.
                 v = grad * (s + s * (1.0 - s) * v * (square * 0.21406445 + 1.5957691))
-            top, total = _higher(top, v), total + v
+            top, total = _higher(top, v, ALIGNED), total + v
             values = values + (v,)  # noqa: RUF005
             if channel_scale is not None:
                 a = a * tl.load(channel_scale + column + n, mask=columns, other=1.0)[None, :]

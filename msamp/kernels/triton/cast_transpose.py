@@ -62,9 +62,13 @@ def _load_rows(x, at, stride, q, left, columns):
 
 
 @triton.jit
-def _higher(top, v):
-    """The larger magnitude; NaN if either is NaN."""
-    return tl.maximum(top, tl.abs(v), propagate_nan=tl.PropagateNan.ALL)
+def _higher(top, v, WORDS: tl.constexpr = True):
+    """The larger magnitude; NaN if either is NaN. `WORDS`: no transpose is stored byte by byte in the same kernel.
+
+    Triton 3.8 stores wrong bytes in a transpose next to max.NaN on Hopper (triton-lang/triton#11111), but not next to a comparison.
+    """
+    v = tl.abs(v)
+    return tl.maximum(top, v, propagate_nan=tl.PropagateNan.ALL) if WORDS else tl.where((top > v) | (top != top), top, v)
 
 
 @triton.jit
@@ -174,7 +178,7 @@ def _cast_transpose_kernel(
     values = ()
     for k in tl.static_range(4):
         v = tiles[k].to(tl.float32)
-        top, total = _higher(top, v), total + v
+        top, total = _higher(top, v, ALIGNED), total + v
         values = values + (v,)  # noqa: RUF005  # Triton unpacks no tuple into another
     if scale is not None:
         _put(values, y, y_t, origin, quad, column, at, N, q, n, M, left, columns, f, ALIGNED, FP8_MAX, MANTISSA, BIAS, HARDWARE)

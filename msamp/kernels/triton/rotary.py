@@ -228,7 +228,7 @@ def _rotary_backward_kernel(
         if k > 0 and not TOGETHER:
             cos1, sin1, cos2, sin2 = _angles(cos, sin, _position(token, batch, table, APART), token < turning, c1, c2, R)
         v1, v2 = tl.where(turns, v1 * cos1 + v2 * sin2, v1), tl.where(turns, v2 * cos2 - v1 * sin1, v2)
-        top = _higher(_higher(top, v1), v2)
+        top = _higher(_higher(top, v1, ALIGNED), v2, ALIGNED)
         total1, total2 = total1 + v1, total2 + v2
         values1 = values1 + (v1,)  # noqa: RUF005
         values2 = values2 + (v2,)  # noqa: RUF005
