@@ -12,7 +12,7 @@ called `text` becomes paragraphs instead, and the column `_` is not shown: it ha
 
 Functions besides SQLite's: fixed(x, digits), kilo(x), code(text), at(commit, gpu, torch, date), without(text, flags), run_of(precision);
 aggregates: ats, median(x), half_width(x), of the 95 % interval of a mean, paired(base, other), the relative difference of paired losses in
-percent with its 95 % interval, the seeds above and the verdict.
+percent with its 95 % interval, the seeds above and the verdict, cost(tokens, base, other), in which `base` falls by the distance.
 """
 
 import functools
@@ -142,6 +142,13 @@ class _Paired(_Aggregate):
         return f"{mean} ({low:+.2f} to {high:+.2f}), {paired.above} of {len(pairs)}: {paired.verdict()}"
 
 
+class _Cost(_Aggregate):
+    def finalize(self) -> str:
+        tokens, base, other = zip(*(map(float, row) for row in self.rows), strict=True)
+        fall = -statistics.linear_regression(tokens, base).slope if len(set(tokens)) > 1 else 0
+        return f"{(statistics.fmean(other) - statistics.fmean(base)) / fall / 1e6:.1f}M tokens" if fall > 0 else ""
+
+
 @functools.cache
 def _database() -> sqlite3.Connection:
     connection = sqlite3.connect(":memory:", check_same_thread=False)
@@ -158,6 +165,7 @@ def _database() -> sqlite3.Connection:
     connection.create_aggregate("median", 1, _Median)  # type: ignore[arg-type]
     connection.create_aggregate("half_width", 1, _HalfWidth)  # type: ignore[arg-type]
     connection.create_aggregate("paired", 2, _Paired)  # type: ignore[arg-type]
+    connection.create_aggregate("cost", 3, _Cost)  # type: ignore[arg-type]
     return connection
 
 
