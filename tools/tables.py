@@ -21,17 +21,14 @@ from tools.measurements import ROOT
 from tools.reproduce import pages
 
 FIGURE_FOLDER = "docs/results/figures"
-SPEED = "speed_and_memory"
 
 
 def figures() -> dict[str, Numbers]:
     """Return the numbers of each figure, by name."""
-    models: dict[str, dict[str, list[float | str]]] = {}
-    for model, name, speed, peak in tables.table("figure-speed").cells:
-        one = models.setdefault(model, {"names": [], "tokens_s": [], "peak_gib": []})
-        for key, value in (("names", name), ("tokens_s", int(speed)), ("peak_gib", float(peak))):
-            one[key].append(value)
-    return {SPEED: {"models": models}} | pages.figures()
+    groups: dict[str, dict[str, float]] = {}
+    for model, name, speed in tables.table("figure-own-loop").cells:
+        groups.setdefault(model, {})[name] = float(speed)
+    return {"own_loop": {"groups": groups, "x": "speed of a step, relative to compiled BF16"}} | pages.figures()
 
 
 def commits() -> Iterator[tuple[str, list[str]]]:

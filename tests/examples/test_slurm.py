@@ -72,7 +72,7 @@ def test_a_job_that_saved_at_its_limit_or_when_preempted_is_requeued(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("image", "line"), [("msamp.sif", "apptainer exec --nv --pwd"), ("nvcr.io/x", "--container-image=nvcr.io/x --cont")]
+    ("image", "line"), [("image.sif", "apptainer exec --nv --pwd"), ("nvcr.io/x", "--container-image=nvcr.io/x --cont")]
 )
 def test_tasks_run_in_an_image(tmp_path: Path, image: str, line: str):
     code, output, _ = submit(tmp_path, 'echo "port $MASTER_PORT"', IMAGE=image)

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-OURS, THEIRS = "#2a6fb0", "#9a9a9a"
+COLORS = ("#c4c4c4", "#8c8c8c", "#7fb2e0", "#2a6fb0")  # of bars: two baselines, then ours
 Numbers = dict[str, Any]
 WIDTH = 5.0  # inches; letters of 9 to 10 points are then readable on a phone
 STYLES = ((2.6, "solid"), (1.4, "solid"), (1.4, "dashed"), (1.2, "dotted"), (1.2, "dashdot"))  # so that curves that coincide are all seen
-LONG_LABEL = 17  # characters next to a bar
-LINE = 48  # characters of a bold title
+LONG_LABEL = 12  # characters next to a group of bars
 LONG_NAME = 30  # characters of a curve's name, two of which do not fit next to each other
 
 
@@ -31,43 +30,40 @@ def is_current(numbers: Numbers, path: Path) -> bool:
 
 
 def draw(numbers: Numbers, path: Path) -> None:
-    """Draw a figure: bars if its numbers have models, else curves."""
+    """Draw a figure: bars if its numbers have groups, else curves."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    bars = "models" in numbers
-    rows = len(numbers["models" if bars else "panels"])
-    heights = [0.8 + 0.4 * len(one["names"]) for one in numbers["models"].values()] if bars else [3.8 if rows == 1 else 2.6] * rows
-    figure = Figure(figsize=(WIDTH, sum(heights) + (0.5 if bars else 0)), dpi=180, layout="constrained", facecolor="white")
+    bars, rows = "groups" in numbers, len(numbers.get("panels", [0]))
+    height = 1 + len(numbers["groups"]) if bars else 3.8 if rows == 1 else 2.6 * rows
+    figure = Figure(figsize=(WIDTH, height), dpi=180, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, 2 if bars else 1, squeeze=False, height_ratios=heights, sharey="row" if bars else True)
+    axes = figure.subplots(rows, 1, squeeze=False, sharey=True)
     for one in axes.flat:
         one.spines[["top", "right"]].set_visible(False)
         one.tick_params(labelsize=9)
         one.xaxis.label.set_size(10)
         one.yaxis.label.set_size(10)
     if bars:
-        _bars(axes, numbers["models"])
+        _bars(axes[0, 0], numbers["groups"], numbers["x"])
     else:
         _curves(axes[:, 0], numbers)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Description": digest(numbers)})
 
 
-def _bars(axes: Any, models: Mapping[str, Mapping[str, Any]]) -> None:
-    """Draw a row of speed and memory for each model; ours are blue."""
-    for row, (model, one) in zip(axes, models.items(), strict=True):
-        colors = [OURS if name.startswith("O") else THEIRS for name in one["names"]]
-        for axis, values, label, text in (
-            (row[0], [value / 1000 for value in one["tokens_s"]], "thousand tokens/s\nper GPU", "{:.1f}"),
-            (row[1], one["peak_gib"], "peak memory, GiB", "{:.0f}"),
-        ):
-            bars = axis.barh(range(len(values)), values, color=colors)
-            axis.bar_label(bars, [text.format(value) for value in values], padding=3, fontsize=9)
-            axis.set(xlabel=label, xlim=(0, 1.25 * max(values)))
-        row[0].invert_yaxis()
-        row[0].set_yticks(range(len(one["names"])), [_in_lines(name) for name in one["names"]], fontsize=9)
-        row[0].set_title(textwrap.fill(model, LINE), loc="left", fontsize=10, fontweight="bold", x=-1.15)
+def _bars(axes: Any, groups: Mapping[str, Mapping[str, float]], label: str) -> None:
+    """Draw a group of bars for each model, in one panel, with a bar per system; ours are blue."""
+    names = list(next(iter(groups.values())))
+    for number, name in enumerate(names):
+        places = [group * (len(names) + 1) + number for group in range(len(groups))]
+        bars = axes.barh(places, [one[name] for one in groups.values()], height=0.9, color=COLORS[number], label=name)
+        axes.bar_label(bars, fmt="{:.2f}", padding=3, fontsize=9)
+    axes.set(xlabel=label, xlim=(0, 1.12 * max(max(one.values()) for one in groups.values())))
+    axes.invert_yaxis()
+    middles = [group * (len(names) + 1) + (len(names) - 1) / 2 for group in range(len(groups))]
+    axes.set_yticks(middles, [textwrap.fill(name, LONG_LABEL) for name in groups], fontsize=9)
+    axes.legend(frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(-0.3, 1), ncols=2)
 
 
 def _curves(all_axes: Any, numbers: Numbers) -> None:
@@ -101,9 +97,3 @@ def _curves(all_axes: Any, numbers: Numbers) -> None:
         late = [y for drawn in panels.values() for xs, ys in drawn.values() for x, y in zip(xs, ys, strict=True) if x > xs[-1] / 10]
         margin = (max(late) - min(late)) / 20
         all_axes[0].set(ylim=(min(late) - margin, max(late) + margin))
-
-
-def _in_lines(name: str) -> str:
-    """Return a long name in two lines, the second saying how it ran; a name without that part stays on one line."""
-    first, _, last = name.rpartition(", ")
-    return f"{first},\n{last}" if first and len(name) > LONG_LABEL else name

@@ -92,7 +92,7 @@ def test_a_wrong_marker_is_refused(text, word):
 def test_a_picture_is_current_until_its_numbers_change(tmp_path):
     pytest.importorskip("matplotlib")
     curves = {"panels": {"": {"a": [[1.0, 2.0], [3.0, 2.0]]}}, "x": "step", "y": "loss", "log": "x"}
-    bars = {"models": {"GPT": {"names": ["O0", "O3, CUDA graphs"], "tokens_s": [1000, 2000], "peak_gib": [3.0, 2.0]}}}
+    bars = {"groups": {"GPT": {"torch": 1.0, "ours": 1.5}}, "x": "speed"}
     for name, numbers in (("curves", curves), ("bars", bars)):
         path = tmp_path / f"{name}.png"
         assert not drawing.is_current(numbers, path)
