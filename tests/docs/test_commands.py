@@ -37,7 +37,7 @@ NAMED = {  # what stands for flags that another command prints, and for the valu
 }
 # Files that the reader brings or another command makes, and a package that this machine may lack.
 OF_THE_READER = ("not exist", "--tokenizer-type is missing", "is not a folder", "which is not installed")
-SHELL = {"for", "done", "source"}
+SHELL = {"for", "done", "source", "export"}
 
 
 class Command(NamedTuple):

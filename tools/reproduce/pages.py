@@ -122,8 +122,8 @@ def overview() -> str:
             ours = f"{fmean(float(row['ours']) for row in heads):.4g} {heads[0]['unit']}".strip() + f", mean of {len(heads)}"
         verdict = keep.verdict(one, rows) + (f"; {len(missing)} pieces missing" if missing else "")
         what = one.headline if size else one.limits or "It has not been run yet."
-        cells.append([f"[{one.title}]({name}.md)" if size else one.title, what, paper, ours, measured(rows)[0] if rows else "", verdict])
-    lines = [["table or figure", "quantity, or why not", "paper", "ours", "device", "verdict"], ["---"] * 6, *cells]
+        cells.append([f"[{one.title}]({name}.md)" if size else one.title, verdict, what, paper, ours, measured(rows)[0] if rows else ""])
+    lines = [["table or figure", "verdict", "quantity, or why not", "paper", "ours", "device"], ["---"] * 6, *cells]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -152,13 +152,15 @@ def curves(rows: Sequence[Row]) -> dict[str, list[list[float]]]:
 def panels_of(drawn: Mapping[str, list[list[float]]]) -> dict[str, dict[str, list[list[float]]]]:
     """Split curves named `LABEL, WHAT` into panels: WHAT -> its curves by label.
 
-    Up to `MANY` curves share a panel, under their whole names if they show different quantities. More have a panel per quantity.
+    Up to `MANY` curves share a panel, under their whole names if they show different quantities. More have a panel per quantity; curves
+    that would be alone in theirs are left to the table and the CSV.
     """
     panels: dict[str, dict[str, list[list[float]]]] = {}
     for name, curve in drawn.items():
         label, _, what = name.partition(", ")
         panels.setdefault(what, {})[label] = curve
-    return panels if len(panels) == 1 or len(drawn) > MANY else {"": dict(drawn)}
+    shared = {what: curves for what, curves in panels.items() if len(curves) > 1}
+    return {"": dict(drawn)} if len(panels) > 1 and len(drawn) <= MANY else shared or panels
 
 
 def figures() -> dict[str, Numbers]:
