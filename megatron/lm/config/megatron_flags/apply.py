@@ -228,4 +228,4 @@ COMPUTED: Mapping[str, Callable[[GivenFlags, Values], Verdict | None]] = Mapping
 def described(some: Sequence[DefaultRow]) -> str:
     """Return a log line with each default, Megatron-LM's and the trainer's."""
     listed = ", ".join(f"{default.what} {default.megatron} -> {default.ours}" for default in some)
-    return f"defaults that differ, Megatron-LM -> here (--megatron-defaults uses Megatron-LM's): {listed}"
+    return f"defaults that differ, Megatron-LM core_v0.16.1 -> here (--megatron-defaults uses Megatron-LM's): {listed}"

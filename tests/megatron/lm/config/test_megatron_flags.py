@@ -1,6 +1,8 @@
 """Flags of Megatron-LM: every one has a row, and a command line becomes one of the trainer's own flags or is refused by name."""
 
+import argparse
 import gc
+import importlib
 import shlex
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,17 @@ def treatment(line: str) -> str:
 def test_each_line_of_public_scripts_is_treated_as_listed():
     assert len(BY_LINE) == 235
     assert {line: treatment(line) for line in BY_LINE} == BY_LINE
+
+
+def test_every_flag_of_the_installed_megatron_lm_has_a_row():
+    """megatron-core's wheel has Megatron-LM's parser from 0.17 on."""
+    pytest.importorskip("megatron.training", reason="the installed megatron-core is older")
+    add = importlib.import_module("megatron.training.arguments").add_megatron_arguments
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    add(parser)
+    names = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+    assert len(names) > 800
+    assert [name for name in names if not rows_of(spelled(name))] == []
 
 
 def test_every_flag_of_megatron_lm_has_a_row_and_every_row_a_reason():
