@@ -243,11 +243,12 @@ def finish(job: Job, data: Path, folder: Path, moments: Sequence[Moment], tally:
     return time.time() - started
 
 
-def check_end(folder: Path, reference: Path) -> None:
-    """Raise a RuntimeError unless a finished job left exactly the last checkpoints, equal to an undisturbed job's."""
-    expected = {iteration_folder(folder, ITERATIONS - INTERVAL * back).name for back in range(KEPT)}
-    names = {path.name for path in folder.iterdir() if path.is_dir()}
-    if names != expected or newest_whole(folder) != ITERATIONS:
+def check_end(folder: Path, reference: Path, kept: int = KEPT) -> None:
+    """Raise a RuntimeError unless a finished job left exactly the last checkpoints, equal to an undisturbed job's. Killed after its last
+    save, it is started again from that, which is then proven: with --keep-last 1 it may be the only one."""
+    newest, *older = (iteration_folder(folder, ITERATIONS - INTERVAL * back).name for back in range(KEPT))
+    expected, names = {newest, *older}, {path.name for path in folder.iterdir() if path.is_dir()}
+    if names not in (expected, {newest, *older[: kept - 1]}) or newest_whole(folder) != ITERATIONS:
         raise RuntimeError(f"{folder} contains {', '.join(sorted(names))}; expected {', '.join(sorted(expected))}")
     different = differences(iteration_folder(reference, ITERATIONS), iteration_folder(folder, ITERATIONS))
     if different:
@@ -278,7 +279,7 @@ def soak(runs: int, seed: int, folder: Path) -> Tally:
         kills = min(runs - tally.kills, draw.randint(2, 6))
         moments = [draw_moment(draw, length[job.processes], first=number == 0) for number in range(kills)]
         finish(job, data, here, moments, tally)
-        check_end(here, undisturbed[job.processes])
+        check_end(here, undisturbed[job.processes], job.kept)
         print(f"{here.name} ({job}): {tally.kills} kills so far, {tally.in_a_save} inside a save", flush=True)
         shutil.rmtree(here)
         shutil.rmtree(index_caches(here))

@@ -1,5 +1,6 @@
 """The soak test itself: that it kills when and whom it should, and that it notices every kind of loss."""
 
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -79,17 +80,6 @@ def test_a_kill_takes_the_whole_family(tmp_path: Path):
     soak.kill(process)  # of one that has gone: nothing
 
 
-@pytest.mark.nightly(4)
-def test_the_whole_course_over_jobs_that_do_not_train(tmp_path: Path, fake: list[str]):
-    tally = soak.soak(8, seed=1, folder=tmp_path)
-    assert tally.kills == 8
-    assert 0 < tally.in_a_save <= 8
-    assert tally.resumed > 0
-    assert tally.unfinished > 0
-    assert tally.jobs >= 2
-    assert tally.passed_over == 0
-
-
 @pytest.mark.parametrize(
     ("says", "said"),
     [
@@ -138,6 +128,10 @@ def test_the_end_must_be_that_of_the_undisturbed(tmp_path: Path):
     write(other, soak.ITERATIONS, w=torch.zeros(3))
     with pytest.raises(RuntimeError, match="undisturbed"):
         soak.check_end(other, one)
+    shutil.rmtree(iteration_folder(one, soak.ITERATIONS - soak.INTERVAL))
+    soak.check_end(one, one, kept=1)
+    with pytest.raises(RuntimeError, match="expected iter_0000022, iter_0000024"):
+        soak.check_end(one, one)
 
 
 @pytest.mark.nightly(90)
