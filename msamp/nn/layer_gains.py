@@ -196,7 +196,7 @@ def _with_stored_weights(shape: Shape | Half, recipe: Recipe) -> tuple[Callable[
     weights: list[Any] = [layer.weight for layer in layers]
     norm, vector = Norm(1e-6, rms=True), torch.ones_like(x[0, 0], requires_grad=True)
     channels = math.gcd(outputs, 16 if outputs < 192 else 64)  # of a head, of which there are at least 3; their shares do not matter here
-    no_angles = torch.empty(tokens, 0, device=x.device)
+    angles = torch.ones(tokens, channels, device=x.device, dtype=x.dtype)
 
     def run() -> None:
         with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
@@ -209,7 +209,7 @@ def _with_stored_weights(shape: Shape | Half, recipe: Recipe) -> tuple[Callable[
                 y = MLPBlock.apply(x, delta, vector, None, weights[0], None, weights[1], None, settings)
                 torch.autograd.grad(y, (x, delta, vector, *weights), grad)
                 return
-            projected = ProjectionSettings(norm, gemms[0], outputs // channels - 2, 1, no_angles, no_angles, x.dtype)
+            projected = ProjectionSettings(norm, gemms[0], outputs // channels - 2, 1, angles, angles, x.dtype)
             ys = ProjectionBlock.apply(x, vector, None, None, projected, weights[0])
             grads = of_first.view(1, tokens, -1, channels).split([y.shape[2] for y in ys[1:]], 2)
             torch.autograd.grad(ys, (x, vector, weights[0]), (grad, *grads))

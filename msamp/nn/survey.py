@@ -37,7 +37,7 @@ class Holder(NamedTuple):
     Attributes:
         name: dotted.
         elements: number of elements of these weights.
-        why: the reason that it is not converted; "" if it is in FP8.
+        why: the reason that it is not converted, or that it computes in BF16; "" if it is in FP8.
     """
 
     name: str

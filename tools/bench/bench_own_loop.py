@@ -141,7 +141,8 @@ def measure(case: str, shape: str, options: argparse.Namespace) -> dict[str, Any
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     size = SHAPES[shape]
-    step = trainer_step(size, options.level) if system == "trainer" else loop_step(size, system, form, way, options.level)
+    settings = {"fp8_min_gain": options.fp8_min_gain} if system == "msamp" else {}
+    step = trainer_step(size, options.level) if system == "trainer" else loop_step(size, system, form, way, options.level, **settings)
     training_steps.warm_up(step, options.warm_up)
     times, _ = training_steps.synchronized_step_times(step, options.steps)
     if system == "trainer":
@@ -158,6 +159,7 @@ def main() -> int:
     flags.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1b"])
     flags.add_argument("--cases", nargs="+", default=["msamp:bf16:eager", "torch:bf16:compiled"], metavar="SYSTEM:FORM:WAY")
     flags.add_argument("--level", default="O3")
+    flags.add_argument("--fp8-min-gain", type=float, default=1.0, help="of msamp; 0: time no layers, which takes half a minute at first")
     flags.add_argument("--warm-up", type=count(1), default=20, help="delayed scaling is just in time for 16 steps")
     flags.add_argument("--steps", type=count(2), default=8, help="measured steps")
     rows.add_flags(flags, "own_loop.csv")

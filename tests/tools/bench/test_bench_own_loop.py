@@ -9,7 +9,7 @@ from tools.bench import bench_own_loop
 
 hosts.need("transformers")
 TOY = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 128}
-OPTIONS = argparse.Namespace(level="O3", warm_up=1, steps=2, commit="abc")
+OPTIONS = argparse.Namespace(level="O3", warm_up=1, steps=2, commit="abc", fp8_min_gain=0)
 
 
 @pytest.fixture(autouse=True)
