@@ -31,6 +31,7 @@ LARGE_SHAPE7 = ("2 8 32 128", "--preset 1.3b --global-batch-size 4 --train-iters
 LOOPS = {"toy": Loop(width=32, layers=1, length=16, batch=8, steps=20), "small": Loop(width=128, layers=4, length=64, batch=16, steps=200)}
 SUMS = {
     "toy": (Loop(width=32, layers=1, length=8, batch=4, steps=20, warm_up=2), 1),
+    "pair": (Loop(width=64, layers=2, length=64, batch=2, steps=400), 12),
     "small": (Loop(width=64, layers=2, length=32, batch=16, steps=200), 3),
 }
 LOWEST, HIGHEST = -48, 16  # powers of two of the histogram
@@ -44,7 +45,7 @@ def summed(task: Task) -> Iterator[Finding]:
     """Train on gradients that simulated ranks sum in FP8, with `tools/reproduce/summed_gradients.py`."""
     strategy, _, seed = task.piece.partition(", seed ")
     loop, _ = SUMS[task.size]
-    *course, (_, valid) = summed_gradients.train(strategy, loop, bytes_of(task.text), int(seed))
+    *course, (_, valid) = summed_gradients.train(strategy, loop, bytes_of(task.text), int(seed), every=max(10, loop.steps // 20))
     yield from training(strategy, course, valid, int(seed))
 
 
