@@ -1,12 +1,13 @@
-"""Train a small Llama whose layers exchange FP8 as in COAT's precision flow, to see what that costs in loss.
+"""Train a small Llama in the precision flow of COAT's published code, to see what that costs in loss.
 
-COAT's flow has the input and output of every linear and non-linear layer in FP8: one scale per tensor for linear layers, one per 16
-channels for non-linear ones (page of the project, "Mixed Granularity FP8 Precision Flow"). msamp exchanges BF16 between layers and only
-saves FP8, so the flow is emulated: each tensor is rounded to E4M3 and back where the flow has it in FP8, and arithmetic is done in FP32, or
-on a GPU in BF16. Its speed cannot be measured this way.
+The code that COAT's authors published (NVlabs/COAT, its Llama) keeps the residual stream, the outputs of linear layers, rotary embeddings
+and attention in BF16. In E4M3 are: a copy of the residual stream as a norm reads it, gate and up as SwiGLU reads them, and SiLU's output,
+with one scale per 16 channels; the outputs of norms and of SwiGLU and attention, as linear layers read them, and weights, with one scale
+per tensor. A gradient that enters a GEMM is E5M2 with one scale per tensor. All scales map the amax to the format's largest value.
 
-Gradients pass the roundings of the forward unchanged; linear layers round the gradient of their output to E5M2. Weights and AdamW's states
-are FP32 in all flows, so that only the flow differs.
+msamp exchanges BF16 between layers, so the flow is emulated: each tensor is rounded where the flow has it in FP8, and arithmetic is done in
+FP32, or on a GPU in BF16. Its speed cannot be measured this way. Gradients pass the roundings of the forward unchanged. Weights and
+AdamW's states are FP32 in all cases, so that only the flow differs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,9 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from msamp.nn.saved_activations import IN_GROUPS
+from msamp.kernels import ops
+from msamp.nn.saved_activations import IN_EXACT_GROUPS
 from msamp.numerics.formats import E4M3, E5M2, Format
-from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.quantize import dequantize
+from msamp.numerics.scaling import Exact
 from tools.reproduce.trainings import Loop, pieces
 
 HEAD = 32
@@ -29,52 +32,31 @@ Rounding = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Flow:
-    """What layers exchange.
+    """What is in FP8.
 
     Attributes:
-        gemms: linear layers multiply FP8 inputs and weights, and FP8 gradients of their output; else BF16.
-        layers: norms, attention and SwiGLU take and return FP8 too; else BF16.
-        residual: so are the sums of the residual stream.
+        gemms: the operands of linear layers, and the gradients of their output; else BF16.
+        layers: what norms and SwiGLU read, and SiLU's output; else BF16.
     """
 
     gemms: bool = False
     layers: bool = False
-    residual: bool = False
 
 
-FLOWS: Mapping[str, Flow] = MappingProxyType(
-    {
-        "bf16": Flow(),
-        "FP8 GEMMs": Flow(gemms=True),
-        "FP8 flow": Flow(gemms=True, layers=True, residual=True),
-        "FP8 flow, residual stream in BF16": Flow(gemms=True, layers=True),
-    }
-)
+FLOWS: Mapping[str, Flow] = MappingProxyType({"bf16": Flow(), "FP8 flow": Flow(gemms=True, layers=True), "FP8 GEMMs": Flow(gemms=True)})
 
 
 class _Rounded(torch.autograd.Function):
-    """Rounds in forward; the gradient passes unchanged."""
+    """Rounds the values in forward and the gradient in backward, each by a function, or not at all."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rounding: Rounding) -> Tensor:  # type: ignore[override]
-        return rounding(x)
+    def forward(ctx: Any, x: Tensor, values: Rounding | None, gradient: Rounding | None) -> Tensor:  # type: ignore[override]
+        ctx.gradient = gradient
+        return x.view_as(x) if values is None else values(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad, None
-
-
-class _GradRounded(torch.autograd.Function):
-    """Passes forward unchanged; rounds the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rounding: Rounding) -> Tensor:  # type: ignore[override]
-        ctx.rounding = rounding
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.rounding(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return grad if ctx.gradient is None else ctx.gradient(grad), None, None
 
 
 def bf16(x: Tensor) -> Tensor:
@@ -83,63 +65,86 @@ def bf16(x: Tensor) -> Tensor:
 
 
 def by_tensor(fmt: Format) -> Rounding:
-    """Return the rounding to an FP8 format with one scale per tensor."""
-    return lambda x: ScalingTensor.quantize(x, fmt).dequantize(x.dtype)
+    """Return the rounding to an FP8 format with the scale amax / largest value."""
+
+    def rounded(x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        scale_inv = Exact().scale_inv(ops.amax(rows), fmt.max)
+        return dequantize(ops.cast(rows, scale_inv.reciprocal(), fmt.dtype), scale_inv, x.dtype).view(x.shape)
+
+    return rounded
 
 
 def in_groups(x: Tensor) -> Tensor:
-    """Round to E4M3 with a scale for each 16 channels."""
+    """Round to E4M3 with the scale amax / 448 for each 16 channels."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    return IN_GROUPS.restore(IN_GROUPS.keep(rows), x.dtype).view(x.shape)
+    return IN_EXACT_GROUPS.restore(IN_EXACT_GROUPS.keep(rows), x.dtype).view(x.shape)
+
+
+TENSOR, GRADIENT = by_tensor(E4M3), by_tensor(E5M2)
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Apply rotary embeddings to [.., s, d]."""
+    half = x.shape[-1] // 2
+    angles = torch.outer(torch.arange(x.shape[-2], device=x.device), 10000.0 ** (-torch.arange(half, device=x.device) / half))
+    cos, sin, (a, b) = angles.cos().to(x.dtype), angles.sin().to(x.dtype), x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 class Llama(nn.Module):
-    """A Llama on bytes: layers of RMSNorm, attention and SwiGLU, learned positions, tied head; [b, s] -> [b, s, 256]."""
+    """A Llama on bytes: layers of RMSNorm, attention and SwiGLU, tied head; [b, s] -> [b, s, 256].
 
-    def __init__(self, loop: Loop, flow: Flow) -> None:
+    Args:
+        rotary: rotary embeddings and heads of 64 channels, and weights that write to the residual stream start 1 / sqrt(2 layers) as large,
+            as in a Llama of 125M parameters; else learned positions and heads of 32.
+    """
+
+    def __init__(self, loop: Loop, flow: Flow, *, rotary: bool = False) -> None:
         super().__init__()
         width, inner = loop.width, loop.width * 8 // 3 // 16 * 16
-        self.flow, self.heads, self.layers = flow, max(1, width // HEAD), loop.layers
+        self.flow, self.heads, self.layers, self.rotary = flow, max(1, width // (HEAD * (1 + rotary))), loop.layers, rotary
         shapes = {"qkv": (3 * width, width), "out": (width, width), "gate_up": (2 * inner, width), "down": (width, inner)}
+        std = {name: 0.02 / ((2 * loop.layers) ** 0.5 if rotary and name in ("out", "down") else 1) for name in shapes}
         self.linear = nn.ParameterDict(
-            {f"{name}_{layer}": nn.Parameter(0.02 * torch.randn(shape)) for layer in range(loop.layers) for name, shape in shapes.items()}
+            {
+                f"{name}_{layer}": nn.Parameter(std[name] * torch.randn(shape))
+                for layer in range(loop.layers)
+                for name, shape in shapes.items()
+            }
         )
         self.norms = nn.ParameterList(nn.Parameter(torch.ones(width)) for _ in range(2 * loop.layers + 1))
         self.embedding = nn.Parameter(0.02 * torch.randn(256, width))
-        self.positions = nn.Parameter(0.02 * torch.randn(loop.length, width))
-
-    def between(self, x: Tensor) -> Tensor:
-        """Round what a non-linear layer takes or returns."""
-        return _Rounded.apply(x, in_groups if self.flow.layers else bf16)
-
-    def added(self, x: Tensor) -> Tensor:
-        """Round a sum of the residual stream."""
-        return _Rounded.apply(x, in_groups if self.flow.residual else bf16)
+        if not rotary:
+            self.positions = nn.Parameter(0.02 * torch.randn(loop.length, width))
 
     def product(self, x: Tensor, name: str) -> Tensor:
-        """Multiply with a linear layer's weight."""
-        weight = self.linear[name]
-        if not self.flow.gemms:
-            return self.between(F.linear(_Rounded.apply(x, bf16), _Rounded.apply(weight, bf16)))
-        y = F.linear(_Rounded.apply(x, by_tensor(E4M3)), _Rounded.apply(weight, by_tensor(E4M3)))
-        return self.between(_GradRounded.apply(y, by_tensor(E5M2)))
+        """Multiply with a linear layer's weight; the output is BF16."""
+        operand, gradient = (TENSOR, GRADIENT) if self.flow.gemms else (bf16, None)
+        y = F.linear(_Rounded.apply(x, operand, None), _Rounded.apply(self.linear[name], operand, None))
+        return _Rounded.apply(y, bf16, gradient)  # type: ignore[no-any-return]
+
+    def read(self, x: Tensor) -> Tensor:
+        """Return what a norm or SwiGLU reads."""
+        return _Rounded.apply(x, in_groups, None) if self.flow.layers else x  # type: ignore[no-any-return]
 
     def normed(self, x: Tensor, number: int) -> Tensor:
-        """RMSNorm of a sum of the residual stream, which is rounded already."""
         return F.rms_norm(x, x.shape[-1:], self.norms[number].to(x.dtype), 1e-5)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the scores of the next byte."""
-        x = self.added(self.embedding[tokens] + self.positions)
+        x = _Rounded.apply(self.embedding[tokens] if self.rotary else self.embedding[tokens] + self.positions, bf16, None)
         for layer in range(self.layers):
             q, k, v = (
                 part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-                for part in self.product(self.normed(x, 2 * layer), f"qkv_{layer}").chunk(3, -1)
+                for part in self.product(self.normed(self.read(x), 2 * layer), f"qkv_{layer}").chunk(3, -1)
             )
+            q, k = (rotated(q), rotated(k)) if self.rotary else (q, k)
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-            x = self.added(x + self.product(self.between(mixed), f"out_{layer}"))
-            gate, up = self.product(self.normed(x, 2 * layer + 1), f"gate_up_{layer}").chunk(2, -1)
-            x = self.added(x + self.product(self.between(F.silu(gate) * up), f"down_{layer}"))
+            x = _Rounded.apply(x + self.product(mixed, f"out_{layer}"), bf16, None)
+            gate, up = self.product(self.normed(self.read(x), 2 * layer + 1), f"gate_up_{layer}").chunk(2, -1)
+            swiglu = self.read(F.silu(self.read(gate))) * self.read(up)
+            x = _Rounded.apply(x + self.product(swiglu, f"down_{layer}"), bf16, None)
         return F.linear(self.normed(x, 2 * self.layers), self.embedding)
 
 
@@ -154,7 +159,7 @@ def train(flow: Flow, loop: Loop, text: Tensor, seed: int, every: int = 10) -> I
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(seed)
-    model = Llama(loop, flow).to(device)
+    model = Llama(loop, flow, rotary=True).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=loop.lr, betas=(0.9, 0.95), weight_decay=0.1)
     cut, losses = len(text) * 19 // 20, []
 
