@@ -34,7 +34,14 @@ EXTRA_TESTS = tests/megatron/lm/evaluation tests/megatron/lm/tools/test_evaluate
   tests/megatron/lm/tools/convert/test_fp8_export.py \
   tests/megatron/lm/run/reports/test_weights_and_biases.py
 
-.PHONY: help venv environments quickstart test test-hosts test-extras test-nightly test-gpu test-multi-gpu soak fuzz lint lock audit wheel dist docs tables bench bench-gate clean
+# The other end of the ranges in setup.py, which a newer Python allows: the newest torch and megatron-core, and the tests that meet them.
+NEWEST_PYTHON ?= $(or $(lastword $(sort $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12.*/bin/python3))),python3.12)
+NEWEST_TESTS = $(addprefix tests/megatron/lm/,model data training checkpoint config/test_megatron_flags.py) \
+  tests/attack/test_foreign_checkpoints.py $(wildcard tests/msamp/integrations/test_initialize*.py) tests/msamp/integrations/test_fsdp.py
+# Other versions of megatron-core, whose checkpoints are read (tests/megatron/lm/checkpoint/foreign/test_torch_dist.py).
+OTHER_CORES = 0.17.1 0.18.2
+
+.PHONY: help venv environments quickstart test test-hosts test-newest test-extras test-nightly test-gpu test-multi-gpu soak fuzz lint lock audit wheel dist docs tables bench bench-gate clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -79,7 +86,17 @@ endif
 	.venv/bin/python -m pip --python .venv-extras/bin/python install $(TORCH) -r .venv-extras/requirements.txt
 	@touch $@
 
-environments: .venv-hosts/.installed .venv-extras/.installed ## make .venv-hosts and .venv-extras, which test-hosts and test-extras otherwise make
+# Torch's build for CUDA where the package source has no other: 5 GB.
+.venv-newest/.installed: setup.py .venv/.installed
+	$(NEWEST_PYTHON) -m venv .venv-newest
+	.venv/bin/python -c 'from importlib.metadata import requires; print(*(r.partition(";")[0] for r in requires("msamp") \
+	  if "extra" not in r or "\"dev\"" in r), sep="\n")' > .venv-newest/requirements.txt
+	.venv-newest/bin/python -m pip install -r .venv-newest/requirements.txt
+	for version in $(OTHER_CORES); do .venv-newest/bin/python -m pip install --quiet --no-deps --upgrade \
+	  --target .venv-newest/megatron-core/$$version megatron-core==$$version || exit 1; done
+	@touch $@
+
+environments: .venv-hosts/.installed .venv-extras/.installed .venv-newest/.installed ## make the environments of test-hosts, test-extras and test-newest
 
 quickstart: $(READY) ## train a small GPT in BF16 and at O2 on this machine, compare them (ARGS=... for more flags)
 	$(PYTHON) -m megatron.lm.command.quickstart $(ARGS)
@@ -90,6 +107,10 @@ test: $(READY) ## every test that needs no GPU, but for the nightly ones (JOBS=n
 test-hosts: override PYTHON = .venv-hosts/bin/python
 test-hosts: .venv-hosts/.installed ## the tests in transformers, accelerate, peft, Lightning, timm, torchvision, TRL and diffusers, which it installs
 	REQUIRE_HOSTS=1 $(PARALLEL) $(HOST_TESTS) $(ARGS)
+
+test-newest: override PYTHON = .venv-newest/bin/python
+test-newest: .venv-newest/.installed ## tests of model, data, training and checkpoints on Python 3.12 with the newest torch and megatron-core
+	REQUIRE_HOSTS=1 $(PARALLEL) -m "not gpu and not multi_gpu and not nightly" $(NEWEST_TESTS) $(ARGS)
 
 test-extras: override PYTHON = .venv-extras/bin/python
 test-extras: .venv-extras/.installed ## the tests of evaluation by lm-eval and of wandb, with the extras `eval` and `wandb`, which it installs
@@ -145,7 +166,7 @@ COMMON = (python_full_version < '3.14' and )?implementation_name.*sys_platform =
 lock: ## renew requirements-dev.txt: the newest versions that setup.py allows (ARGS='--upgrade-package ruff' for one)
 	python3 -m venv build/uv
 	build/uv/bin/python -m pip install --quiet uv==0.13.9
-	printf 'pip\nsetuptools\n' > build/tools.in
+	printf 'pip\nsetuptools\nmegatron-core<0.17\n' > build/tools.in  # one version for all Pythons; test-newest has the newest
 	cp requirements-dev.txt build/lock
 	$(UV) setup.py build/tools.in $(addprefix --extra ,$(EXTRAS)) --no-emit-package torch --no-emit-package triton \
 	  --custom-compile-command 'make lock' $(or $(ARGS),--upgrade) --output-file build/lock > /dev/null
@@ -175,5 +196,5 @@ bench-gate: $(READY) ## fail if one of eight ratios of step times to BF16 or tor
 	$(PYTHON) tools/bench/speed_gate.py $(ARGS)
 
 clean: ## remove .venv, caches and build output; data/ and runs/ stay
-	rm -rf .venv .venv-hosts .venv-extras build dist docs/_build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-hosts .venv-extras .venv-newest build dist docs/_build *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

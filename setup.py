@@ -94,7 +94,7 @@ setup(
             "peft==0.21.2",
             "lightning==2.6.6",
             "timm==1.0.31",
-            "torchvision==0.28.0",  # of torch 2.13; each torch has its own
+            "torchvision>=0.28,<0.30",  # 0.28.0 requires torch 2.13.0, 0.29 torch 2.14 or later: name yours in the same command
             "trl==1.16.0",  # brings datasets, pandas and pyarrow, 280 MB
             "diffusers==0.42.1",
         ],
