@@ -1,1 +1,1 @@
-"""The GPT model: megatron-core's GPTModel with our linear layers, norms, attention and loss in its `ModuleSpec` slots."""
+"""The GPT model: megatron-core's transformer block with our linear layers, norms, attention and loss in its `ModuleSpec` slots."""

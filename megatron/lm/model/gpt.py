@@ -1,4 +1,4 @@
-"""GPT: megatron-core's GPTModel with our layers, built from our configuration."""
+"""GPT: embedding, megatron-core's transformer block with our layers, and output layer, built from our configuration."""
 
 import functools
 from dataclasses import fields
@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
@@ -34,8 +37,9 @@ if TYPE_CHECKING:
     from msamp.numerics.recipe import Recipe
 
 
-class GPT(GPTModel):
-    """GPTModel with a configurable output layer and its loss.
+class GPT(LanguageModule):
+    """Embedding, megatron-core's transformer block with our layers, and output layer, each on its pipeline stage. Parameters have the names
+    of megatron-core's GPTModel, which it deprecates, and so have checkpoints.
 
     `forward(tokens, position_ids, None)` takes [b, s] int64 and returns logits [b, s, padded vocabulary / tensor-parallel size]; with
     `labels` [b, s] int64 the loss of every token, [b, s] FP32; with `labels` and `loss_mask` [b, s] FP32 the sum of the losses times the
@@ -43,53 +47,117 @@ class GPT(GPTModel):
     [s, b, h].
 
     Args:
+        config: megatron-core's configuration.
+        layers: spec of the transformer block and its final norm.
+        vocab_size: padded.
+        model: for positions, tied embeddings and the objective.
+        pre_process, post_process: whether the part has the embedding, and the final norm and the output layer.
+        vp_stage: index of the chunk of an interleaved pipeline stage.
         output_linear: class of the output layer (LM head), constructed as megatron-core's `ColumnParallelLinear`.
-        causal: whether a token attends to earlier tokens only, as the layers do.
         head_precision: of the LM head's GEMMs for a masked loss (`vocabulary_loss.PRECISIONS`); returned logits never use FP8.
-        The others: as for GPTModel.
     """
 
+    embedding: LanguageModelEmbedding
     output_layer: ColumnParallelLinear
 
     def __init__(
         self,
-        *args: Any,
+        config: TransformerConfig,
+        layers: TransformerBlockSubmodules,
+        vocab_size: int,
+        model: ModelConfig,
+        *,
+        pre_process: bool,
+        post_process: bool,
+        vp_stage: int | None = None,
         output_linear: type[ColumnParallelLinear] = ColumnParallelLinear,
         head_precision: str = COMPUTE,
-        causal: bool = True,
-        **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
-        self.head_precision, self.causal = head_precision, causal
+        super().__init__(config)
+        self.head_precision, self.causal = head_precision, model.objective == "causal-lm"
+        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self.share_embeddings_and_output_weights = not model.untie_embeddings_and_output_weights
+        self.position_embedding_type, self.vocab_size = model.position_embedding_type, vocab_size
+        self.model_type = ModelType.encoder_or_decoder  # which megatron-core's schedules ask for
         self._angles: dict[int, Tensor] = {}
-        if self.pre_process and hasattr(self.embedding, "position_embeddings"):
-            # megatron-core creates this layer in FP32, whatever params_dtype is, and on the CPU.
-            self.embedding.position_embeddings.to(device(), self.config.params_dtype)
-        if self.post_process and output_linear is not ColumnParallelLinear:
-            weight: Tensor | None = self.output_layer.weight
-            self.output_layer = output_linear(
-                self.config.hidden_size,
-                self.vocab_size,
-                config=self.config,
-                init_method=self.config.init_method,
-                bias=False,
-                gather_output=not self.parallel_output,
-                # Reuse the weight that GPTModel created, with its attributes, instead of allocating and drawing another.
-                skip_weight_param_allocation=True,
-                tp_group=self.pg_collection.tp,
+        tp = self.pg_collection.tp
+        if pre_process:
+            self.embedding = LanguageModelEmbedding(config, vocab_size, model.max_positions, self.position_embedding_type, tp_group=tp)
+            if hasattr(self.embedding, "position_embeddings"):
+                # megatron-core creates this layer in FP32, whatever params_dtype is, and on the CPU.
+                self.embedding.position_embeddings.to(device(), config.params_dtype)
+        if self.position_embedding_type == "rope":
+            self.rotary_pos_emb = RotaryEmbedding(
+                config.kv_channels,
+                model.rotary_percent,
+                rotary_interleaved=config.rotary_interleaved,
+                seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+                rotary_base=model.rotary_base,
+                rope_scaling=model.use_rope_scaling,
+                rope_scaling_factor=model.rope_scaling_factor,
+                use_cpu_initialization=config.use_cpu_initialization,
+                cp_group=self.pg_collection.cp,
             )
-            self.output_layer.weight = weight
+        self.decoder = TransformerBlock(
+            config, layers, pre_process=pre_process, post_process=post_process, pg_collection=self.pg_collection, vp_stage=vp_stage
+        )
+        if post_process:
+            self.output_layer = output_linear(
+                config.hidden_size,
+                vocab_size,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                skip_weight_param_allocation=pre_process and self.share_embeddings_and_output_weights,
+                tp_group=tp,
+            )
+        if pre_process or post_process:
+            self.setup_embeddings_and_output_layer()
+        for module in self.modules():
+            if hasattr(module, "finish_init"):  # Transformer Engine's, of a baseline
+                module.finish_init(None)
 
-    def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Like megatron-core's, but the rotary angles [s, 1, 1, r] of a sequence length are the same tensor for the life of the model.
+    def set_input_tensor(self, input_tensor: list[Tensor | None] | Tensor | None) -> None:
+        """Set the hidden states [s, b, h] that a stage gets from the one before; megatron-core's schedules pass a list of one."""
+        self.decoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
 
-        megatron-core only caches the last 32 calls over all models. The tables that CUDA graphs read live as long as their angles
-        (`cos_sin`).
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+        """As megatron-core's GPTModel, without the extra state of the output layer, which is empty."""
+        entries: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        entries.pop(f"{prefix}output_layer._extra_state", None)
+        return entries
+
+    def _decoded(self, tokens: Tensor, position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Return this stage's hidden states [s, b, h].
+
+        The rotary angles [s, 1, 1, r] of a sequence length are the same tensor for the life of the model: megatron-core only caches the
+        last 32 calls over all models. The tables that CUDA graphs read live as long as their angles (`cos_sin`).
         """
-        embedded, rotary, *others = super()._preprocess(*args, **kwargs)
-        if rotary is not None:
+        embedded = self.embedding(tokens, position_ids) if self.pre_process else None
+        rotary: Tensor | None = None
+        if self.position_embedding_type == "rope":
+            length = self.rotary_pos_emb.get_rotary_seq_len(None, self.decoder, embedded, self.config, None)
+            rotary = self.rotary_pos_emb(length)
             rotary = self._angles.setdefault(rotary.shape[0], rotary)
-        return embedded, rotary, *others
+        return self.decoder(hidden_states=embedded, attention_mask=attention_mask, rotary_pos_emb=rotary)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+    ) -> Tensor:
+        hidden = self._decoded(tokens, position_ids, attention_mask)
+        if not self.post_process:
+            return hidden
+        if labels is not None and loss_mask is not None:
+            return self._loss_sum(hidden, labels, loss_mask)
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _ = self.output_layer(hidden, weight=weight)
+        return logits.transpose(0, 1).contiguous() if labels is None else token_loss(logits, labels)
 
     def document_mask(self, documents: Tensor) -> Tensor:
         """Return the attention mask for `forward` in which tokens attend only to their own document; documents: [b, s] int."""
@@ -106,15 +174,7 @@ class GPT(GPTModel):
         Returns:
             [s, b, h] after the final norm, on the last pipeline stage.
         """
-        embedded, rotary, *_ = self._preprocess(input_ids=tokens, position_ids=position_ids)
-        return self.decoder(hidden_states=embedded, attention_mask=attention_mask, rotary_pos_emb=rotary)
-
-    def _postprocess(
-        self, hidden_states: Tensor, *args: Any, labels: Tensor | None = None, loss_mask: Tensor | None = None, **kwargs: Any
-    ) -> Tensor:
-        if self.post_process and labels is not None and loss_mask is not None:
-            return self._loss_sum(hidden_states, labels, loss_mask)
-        return super()._postprocess(hidden_states, *args, labels=labels, loss_mask=loss_mask, **kwargs)
+        return self._decoded(tokens, position_ids, attention_mask)
 
     def _loss_sum(self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
         """hidden_states [s, b, h], with sequence parallelism this rank's slice of s, labels and loss_mask [b, s] -> the masked sum, FP32
@@ -131,10 +191,6 @@ class GPT(GPTModel):
         return vocabulary_parallel_cross_entropy(
             tokens, weight, *rows, peers, sequence_parallel=self.config.sequence_parallel, precision=self.head_precision
         )[0]
-
-    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """labels [b, s], logits [s, b, vocabulary / TP] -> loss of every token [b, s] FP32."""
-        return token_loss(logits, labels)
 
 
 def transformer_config(model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig, recipe: "Recipe") -> TransformerConfig:
@@ -274,21 +330,13 @@ def assemble(
     """
     grid = Grid.current()
     gpt = GPT(
-        config=core_config,
-        transformer_layer_spec=layers,
-        vocab_size=model.padded_vocab_size(vocab_size, core_config.tensor_model_parallel_size),
-        max_sequence_length=model.max_positions,
+        core_config,
+        layers,
+        model.padded_vocab_size(vocab_size, core_config.tensor_model_parallel_size),
+        model,
         pre_process=grid.is_first_stage(vp_stage),
         post_process=grid.is_last_stage(vp_stage),
-        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type=model.position_embedding_type,
-        rotary_percent=model.rotary_percent,
-        rotary_base=model.rotary_base,
-        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
-        rope_scaling=model.use_rope_scaling,
-        rope_scaling_factor=model.rope_scaling_factor,
         vp_stage=vp_stage,
-        causal=model.objective == "causal-lm",
         **head,
     )
     draw_weights(gpt, model, seed)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor, nn
 
 from megatron.lm.model.linear import FP8Gemm
@@ -25,7 +25,7 @@ _RESIDUAL = ("linear_proj", "linear_fc2")  # each adds its output to the residua
 
 
 @torch.no_grad()
-def draw_weights(model: GPTModel, config: "ModelConfig", seed: int) -> None:
+def draw_weights(model: LanguageModule, config: "ModelConfig", seed: int) -> None:
     """Fill every matrix of this rank's part of the model from N(0, std^2), drawn in FP32.
 
     std is `--init-method-std`, divided by sqrt(2 x layers) in layers that write to the residual stream. Vectors keep their initial values:
@@ -54,7 +54,7 @@ def draw_weights(model: GPTModel, config: "ModelConfig", seed: int) -> None:
                 parameter.copy_(part)
 
 
-def named_globally(model: GPTModel) -> Iterator[tuple[str, nn.Module]]:
+def named_globally(model: LanguageModule) -> Iterator[tuple[str, nn.Module]]:
     """Iterate over modules with the names that they have in a model on one process."""
     offset = model.decoder.layers[0].layer_number - 1
     for name, module in model.named_modules():
@@ -73,7 +73,7 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
     """Return this rank's parameters and their names in the whole model. Parameters of a wrapping module, such as a classifier head, keep
     their names there. `model` may contain several chunks of a pipeline stage."""
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    for inner in (module for module in model.modules() if isinstance(module, GPTModel)):
+    for inner in (module for module in model.modules() if isinstance(module, LanguageModule)):
         for name, module in named_globally(inner):
             names |= {p: f"{name}.{key}" for key, p in module.named_parameters(recurse=False)}
     return names

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from itertools import groupby
 
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor, nn
 
 from megatron.lm.config import CommunicationConfig
@@ -18,7 +18,7 @@ from msamp.optim.states import parameter_kind
 from msamp.parallel.data_parallel import grad_sync
 
 
-def chunks(model: nn.Module) -> list[GPTModel]:
+def chunks(model: nn.Module) -> list[LanguageModule]:
     """Return this rank's chunks of the model: several with interleaved pipeline stages, else one."""
     return list(model) if isinstance(model, nn.ModuleList) else [model]  # type: ignore[arg-type, list-item]
 
@@ -78,7 +78,7 @@ def build_grad_sync(
     return sync
 
 
-def count_pipeline_traffic(sent: WireBytes, hidden_shape: Sequence[int], parts: Sequence[GPTModel], micro_batches: int) -> None:
+def count_pipeline_traffic(sent: WireBytes, hidden_shape: Sequence[int], parts: Sequence[LanguageModule], micro_batches: int) -> None:
     """Count the bytes that this rank sends to other pipeline stages in a step: per micro-batch an activation forward, a gradient back."""
     transfers = sum((not part.post_process) + (not part.pre_process) for part in parts)
     if transfers:
