@@ -16,7 +16,7 @@ MAX_FILES = 12  # at the top of a folder of megatron/lm, whatever their kind
 # lines at the engine's speed and 500 of other people's loops.
 CEILINGS = {
     "msamp": 31_500,
-    "megatron": 24_800,
+    "megatron": 24_813,
     "tools": 10_577,
     "examples": 1_396,
     "tests": 65_453,
