@@ -14,6 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from helpers import hosts, tiny
 from megatron.lm import pretrain
+from megatron.lm.run.reports.weights_and_biases import WandbRun, logs_here
+from megatron.lm.shell.logs import Unwritten
 
 Points = list[tuple[int, dict[str, float]]]  # step of W&B, and the values
 
@@ -81,6 +83,25 @@ def test_the_real_package_keeps_a_run_offline(prefix: Path, tmp_path: Path, monk
     assert [step for step, values in points if "train/loss" in values] == [1, 2, 3, 4, 5, 6]
     ((_, project, name),) = names
     assert (project, name) == ("p", "n")
+
+
+def test_points_of_undone_iterations_come_later_and_a_failed_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    wandb = hosts.need("wandb", "wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logging = tiny.config("corpus", **flags(tmp_path)).logging
+    run = WandbRun(logging, str(tmp_path / "wb"), {}, "failing", Unwritten())
+    for iteration in (1, 2, 1, 2, 3):  # a rollback
+        run.log({"x": 1.0}, iteration)
+    run.close(failed=True)
+    wandb.teardown()  # writes the rest
+    (file,) = (tmp_path / "wb" / "wandb").glob("offline-run-*/*.wandb")
+    found = {kind: [record for record in records(file) if record.WhichOneof("record_type") == kind] for kind in ("history", "exit")}
+    assert [record.history.step.num for record in found["history"]] == [1, 2, 3, 4, 5]
+    assert [record.exit.exit_code for record in found["exit"]] == [1]
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    for rank, here in enumerate((False, False, True)):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        assert logs_here(logging) == here
 
 
 @pytest.mark.usefixtures("alone")
