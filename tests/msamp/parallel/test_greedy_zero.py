@@ -15,7 +15,7 @@ from helpers import dist
 from helpers.numerics import bits, make
 from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, FP32
 from msamp.numerics.recipe import FP32_STATES, StateFormats, by_name
-from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.optimizer import LowPrecisionOptimizer
 from msamp.parallel.data_parallel import grad_sync
 from msamp.parallel.greedy_zero import ZeRO
@@ -31,6 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "clipped": {},
     "Adam's decay, micro-batches": {"clip_grad": None, "decoupled": False, "micro_batches": 3},
     "summed as in the paper": {"exchange": "nccl"},
+    "written from outside": {"written": True},
 }
 # Every level, and every variant with gradients in one scaled format and in none.
 CASES = [(level, variant) for level in LEVELS for variant in VARIANTS if variant == "clipped" or level in ("bf16", "O3")]
@@ -55,8 +56,8 @@ class Weights(nn.Module):
 class Loop:
     """A model, its synchroniser and its optimizer, sharded or not, on the ranks that there are."""
 
-    def __init__(self, level: str, zero: bool, micro_batches: int = 1, **options: Any) -> None:
-        self.model, self.micro_batches = Weights(level), micro_batches
+    def __init__(self, level: str, zero: bool, micro_batches: int = 1, *, written: bool = False, **options: Any) -> None:
+        self.model, self.micro_batches, self.written = Weights(level), micro_batches, written
         self.names = {p: name for name, p in self.model.named_parameters()}
         self.distributed = torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if self.distributed else 0
@@ -85,6 +86,11 @@ class Loop:
 
         same: the ranks' gradients are equal, and their average exact; poison: one NaN in a gradient of the last rank.
         """
+        if self.written and number == 1:  # three times the weights, with other scales
+            with torch.no_grad():
+                for p in [p for p, name in self.names.items() if name != "idle"]:
+                    x = 3 * fp32_values(p)
+                    p.copy_(ScalingTensor.quantize(x, p.format) if isinstance(p, ScalingTensor) else x)
         last = self.rank == (torch.distributed.get_world_size() if self.distributed else 1) - 1
         for micro in range(self.micro_batches):
             with self.sync.no_sync() if micro < self.micro_batches - 1 else contextlib.nullcontext():
