@@ -241,6 +241,15 @@ def memory(level: str) -> tuple[int, int]:
     return measure(True), measure(False)
 
 
+def of_a_cut_vector() -> str:
+    """What is said of a vector with COAT's moments whose rows several ranks have."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(4096))])
+    sync = grad_sync(model, dict.fromkeys(model, FP32), torch.distributed.group.WORLD, shard=True)
+    with pytest.raises(ValueError, match="vector") as caught:
+        LowPrecisionOptimizer(model, formats=replace(FP32_STATES, m=COAT_E4M3, v=COAT_E4M3), shard=ZeRO(sync))
+    return str(caught.value)
+
+
 def everything(references: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """All that the tests look at, on this number of ranks: this rank's view."""
     return {
@@ -250,6 +259,7 @@ def everything(references: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "skipping": {level: skipping(level, name) for level, name in POISONED.items()},
         "unused": {level: unused(level) for level in ("bf16", "O3")},
         "memory": {level: memory(level) for level in ("O1", "O2", "O3")},
+        "cut vector": of_a_cut_vector(),
     }
 
 
@@ -321,6 +331,10 @@ def test_fp32_is_torch_s_adamw_after_torch_s_clipping(seen, clip_grad):
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(seen, level):
     for rank in seen:
         assert rank["skipping"][level] == {"changed": [], "later": [], "skipped": 2}
+
+
+def test_a_vector_that_is_cut_across_groups_of_moments_is_refused(seen):
+    assert "is a vector cut over several ranks, across groups of COAT's moments; use other formats" in seen[0]["cut vector"]
 
 
 @pytest.mark.parametrize("level", ["bf16", "O3"])
