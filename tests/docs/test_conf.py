@@ -31,15 +31,6 @@ def test_every_public_name_is_documented():
     assert set(rooms.values()) == {room for room in rooms.values() if f"automodule:: {room}\n" in told}
 
 
-def test_a_table_and_indented_code_become_rst(conf):
-    lines = ["Table.", "", "| a | b |", "| --- | --- |", "| 1 | `x` |", "", "Code:", "", "    y = x", "", "Args:", "    x: one.", ""]
-    text = "\n".join(conf.as_rst(lines))
-    assert ".. list-table::\n    :header-rows: 1\n\n    * - a\n      - b\n    * - 1\n      - `x`\n" in text
-    assert "Code:\n\n::\n\n    y = x\n" in text
-    assert "Args:\n    x: one." in text
-    assert conf.as_rst(lines[-3:]) == lines[-3:]
-
-
 def test_the_page_of_flags_has_every_flag_of_the_help(conf):
     text = conf.help_text()
     groups = {title: dict(flags) for title, _, flags in conf.groups_of(text)}

@@ -35,13 +35,9 @@ def test_a_plan_as_json_is_the_dry_run_s_memory_and_adds_up(capsys):
     assert first["step_seconds"] <= second["step_seconds"]
 
 
-def test_a_person_reads_the_grids_the_kinds_the_flags_and_the_source(capsys):
+def test_a_person_reads_the_flags_and_the_source(capsys):
     assert main(shlex.split(f"{LINE} --top 1 --micro-batch-size 1")) == 0
     said = capsys.readouterr().out
-    assert "7b, O3, 8 x NVIDIA H100 of 79 GiB, 131,072 tokens per step, by the rates of an H200\n" in said
-    assert "989 TFLOP/s in BF16 and 1,979 in FP8" in said
-    for part in ("fullest process (stage 0), GiB: ", "sent per process and step, GB: grad", "time per step, ms: lin", "FLOPs per step"):
-        assert part in said
     assert "flags: --preset 7b --precision O3" in said
     assert "none on NVIDIA H100: compute-bound rates are scaled" in said
 
