@@ -55,7 +55,7 @@ def slope(points: list[tuple[int, int]]) -> float:
 
 @pytest.mark.nightly(4500)
 @pytest.mark.timeout(4 * 3600)
-def test_memory_and_open_files_stay_and_checkpoints_keep_their_bits(tmp_path: Path):
+def test_memory_and_open_files_stay_and_checkpoints_keep_their_bits(tmp_path: Path, request: pytest.FixtureRequest):
     data = soak.write_data(tmp_path)
     undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
     assert start(undisturbed, data, "--exit-interval", COMPARED).wait() == 0
@@ -66,6 +66,7 @@ def test_memory_and_open_files_stay_and_checkpoints_keep_their_bits(tmp_path: Pa
             time.sleep(0.2)
         soak.kill(process)
     process = start(run, data)
+    request.addfinalizer(lambda: soak.kill(process))
     while (marked_iteration(run / "save") or 0) < COMPARED:
         assert process.poll() is None
         time.sleep(0.2)
