@@ -54,8 +54,8 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 12
     seconds. No process outlives the call.
     """
     path = inspect.getsourcefile(fn)
-    if path is None or not fn.__qualname__.isidentifier():
-        raise ValueError(f"{fn.__qualname__} cannot be found by a new process: move it to the top level of its file")
+    if path is None or not fn.__qualname__.isidentifier() or fn.__module__ == "__main__":  # each process would run the script again
+        raise ValueError(f"{fn.__qualname__} cannot be found by a new process: move it to the top level of a file that is imported")
     with tempfile.TemporaryDirectory() as folder:
         payload = pickle.dumps(args)
         port = free_port()
