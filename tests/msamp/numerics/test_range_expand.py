@@ -152,3 +152,16 @@ def test_the_amax_in_two_stages_is_that_of_the_tensor(size, shape, device):
     maxima, amax = two_stage_amax(x, Group(size))
     assert maxima.shape == Group(size).groups(shape)
     assert amax.equal(TENSORWISE.amax(x))
+
+
+def test_one_tiny_element_costs_its_group():
+    """docs/reference/numbers.md: mean errors of values that span a factor of ten, with an element of 1e-12 among them, without expansion."""
+    x = 10.0 ** -torch.linspace(0, 1, 128)
+    tiny = x.clone()
+    tiny[64] = 1e-12
+    others = torch.arange(128) != 64
+    errors = [
+        float(((quantize_expanded(value, E4M3, expand=expand).dequantize() - value).abs() / value)[others].mean())
+        for value, expand in ((x, True), (tiny, True), (x, False))
+    ]
+    assert errors == [pytest.approx(want, rel=0.1) for want in (0.007, 0.050, 0.024)]

@@ -146,3 +146,18 @@ def test_stochastic_rounding_loses_nothing_but_leaves_most_elements(recipe):
 def test_other_optimizers_are_refused():
     with pytest.raises(ValueError, match=r"the optimizer is AdamW; pass the optimizer from msamp\.initialize"):
         lost_updates(torch.optim.AdamW([nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))]))
+
+
+@pytest.mark.parametrize(("std", "lost"), [(1e-7, 12), (1e-5, 5), (1e-3, 0), (0.0, 0)])
+def test_a_scaled_master_at_most_doubles_in_a_step(std, lost):
+    """docs/reference/numbers.md: the steps that tiny weights lose at a learning rate of 1e-3, all gradients 1."""
+    model = nn.Linear(32, 32, bias=False)
+    nn.init.constant_(model.weight, -std)
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    model, optimizer = msamp.initialize(model, plain, recipe="O2")
+    for _ in range(20):
+        model(torch.ones(1, 32)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    moved = -std - float(fp32_values(model.weight).mean())
+    assert 20 - moved / 1e-3 == pytest.approx(lost, abs=1)
