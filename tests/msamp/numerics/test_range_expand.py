@@ -155,7 +155,7 @@ def test_the_amax_in_two_stages_is_that_of_the_tensor(size, shape, device):
 
 
 def test_one_tiny_element_costs_its_group():
-    """docs/reference/numbers.md: mean errors of values that span a factor of ten, with an element of 1e-12 among them, without expansion."""
+    """docs/reference/numbers.md: mean errors of values over a factor of ten, with an element of 1e-12 among them, without expansion."""
     x = 10.0 ** -torch.linspace(0, 1, 128)
     tiny = x.clone()
     tiny[64] = 1e-12
