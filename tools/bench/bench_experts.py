@@ -52,9 +52,10 @@ def torchao_fp8() -> GroupedMM:
     Raises:
         ImportError: torchao is not installed.
     """
-    from torchao.prototype.moe_training import _quantize_then_scaled_grouped_mm
+    from torchao.prototype import moe_training
 
-    return _quantize_then_scaled_grouped_mm  # type: ignore[no-any-return]
+    names = ("_to_fp8_rowwise_then_scaled_grouped_mm", "_quantize_then_scaled_grouped_mm")  # of torchao 0.18, of 0.16
+    return next(getattr(moe_training, name) for name in names if hasattr(moe_training, name))  # type: ignore[no-any-return]
 
 
 def grouped_layer(x: Tensor, probs: Tensor, experts: Tensor, fc1: Tensor, fc2: Tensor, alignment: int, multiply: GroupedMM) -> Tensor:
