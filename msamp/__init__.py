@@ -32,7 +32,7 @@ from msamp.parallel.greedy_zero import ZeRO
 
 warn_of_accelerate()
 
-__version__ = "0.1.0"  # setup.py reads it here
+__version__ = "0.2.0"  # setup.py reads it here
 __all__ = [
     "Activation", "Experts", "FP8AdamW", "FP8Linear", "GradSync", "LayerNorm", "LowPrecisionOptimizer", "PrecisionGuard", "RMSNorm",
     "ScalingState", "ScalingTensor", "TransformerBlock", "ZeRO", "amp", "capture", "clip_grad_norm_", "collage_adamw", "convert",

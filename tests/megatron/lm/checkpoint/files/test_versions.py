@@ -24,7 +24,7 @@ from megatron.lm.config import CheckpointConfig, Config, LoggingConfig, Parallel
 from megatron.lm.config.cli import config_from_dict
 
 ROOT = Path(__file__).parents[4] / "checkpoints_of"
-RUNS = sorted(str(file.relative_to(ROOT)).removesuffix(".tar.xz") for file in ROOT.glob("version_*/*.tar.xz"))
+RUNS = sorted(str(file.relative_to(ROOT)).removesuffix(".tar.xz") for file in ROOT.glob("*_*/*.tar.xz"))
 LOSS = {"rel": 1e-4}
 TOO_OLD = r"resume with the version of msamp that wrote it; to convert it, .* save again with one that reads \d and writes 5 or newer"
 
@@ -59,9 +59,11 @@ def then(run: str) -> dict[str, Any]:
     return json.loads((ROOT / f"{run}.json").read_text(encoding="utf-8"))
 
 
-def test_every_version_that_is_read_has_its_checkpoints():
+def test_every_version_that_is_read_and_every_release_has_its_checkpoints():
     assert list(_STEPS) == list(range(min(_STEPS), VERSION))
-    assert {run.partition("/")[0] for run in RUNS} == {f"version_{version}" for version in _STEPS}
+    releases = re.findall(r"^## \[(\d+\.\d+\.\d+)\]", (ROOT.parents[1] / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    written = {f"version_{version}" for version in _STEPS} | {f"release_{version}" for version in releases}
+    assert {run.partition("/")[0] for run in RUNS} == written
     assert len(RUNS) >= 3
 
 
