@@ -295,6 +295,8 @@ def _table(runs: Sequence[Run]) -> str:  # a column per run: two fit on a phone
         speeds = [line["tokens_per_s"] for line in run.train if line.get("tokens_per_s") is not None]
         memory = [line["memory_gib"] for line in run.train if line.get("memory_gib") is not None]
         for quantity, cell in (
+            ("bytes per parameter of a linear layer", _cell(_linear_bytes(run), 0)),
+            ("bytes per parameter, mean", _bytes(run)),
             ("iterations", str(last["iteration"])),
             ("training loss, nats per token", _cell(last["loss"], 4)),
             ("validation loss, nats per token", _cell(valid.get("loss"), 4)),
@@ -303,11 +305,25 @@ def _table(runs: Sequence[Run]) -> str:  # a column per run: two fit on a phone
             ("tokens/s, median", _cell(statistics.median(speeds) if speeds else None, 0)),
             ("peak GiB per process", _cell(max(memory, default=None), 2)),
             ("skipped steps", _cell(last.get("skipped"), 0)),
-            ("bytes per parameter", _bytes(run)),
         ):
             lines.setdefault(quantity, []).append(f"<td>{cell}</td>")
     rows = {"": [f"<th>{html.escape(run.name)}</th>" for run in runs]} | lines
     return "<table>\n" + "\n".join(f"<tr><td>{name}</td>{''.join(cells)}</tr>" for name, cells in rows.items()) + "\n</table>"
+
+
+def _linear_bytes(run: Run) -> float | None:
+    """Return the bytes of a linear layer's weight, gradient and optimizer states; None for a metrics file that names no recipe."""
+    from msamp.numerics import recipe  # torch, for seconds
+    from msamp.optim.updates import update_of
+    from msamp.optim.updates.update import format_names
+
+    name = str((run.precision or {}).get("recipe"))
+    if name not in recipe.names():
+        return None
+    known = recipe.by_name(name)
+    states = format_names(known.states)
+    kept = [state.format_beside(known.weight, states) for state in update_of(states).states]
+    return known.weight.bytes + known.states.grad.bytes + sum(fmt.bytes for fmt in kept if fmt is not None)
 
 
 def _bytes(run: Run) -> str:
