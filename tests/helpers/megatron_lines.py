@@ -5,6 +5,8 @@ A line moves to another block where its feature is built.
 
 LINES = {
     "accepted": """
+--optimizer sgd
+--optimizer adam
 --context-parallel-size 1
 --expert-model-parallel-size 2
 --expert-tensor-parallel-size 1
@@ -170,7 +172,6 @@ LINES = {
 --transformer-impl transformer_engine
 --transformer-impl local
 --start-weight-decay 0.1 --end-weight-decay 0.1 --weight-decay-incr-style constant
---optimizer adam
 --sequence-parallel
 --no-overlap-p2p-communication
 --tp-comm-overlap
@@ -227,7 +228,6 @@ LINES = {
 --yaml-cfg x.yaml
 --fp8-format e4m3
 --use-legacy-models
---optimizer sgd
 --step-batch-size-schedule "0:16 2.4B:320"
 --distribute-saved-activations
 --hybrid-context-parallel

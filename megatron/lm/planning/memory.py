@@ -118,7 +118,7 @@ def _owned_pieces(config: Config, parameters: Sequence[Parameter], copies: int) 
         return [dense + fewer[number % axes.expert_data] for number, dense in enumerate(each)]
     formats, backward = state_formats(config), list(reversed(parameters))
     buckets = [(formats[p.kind][1].grad.name, p.summed) for p in backward]
-    whole = range(len(backward)) if config.precision.named.whole_tensors else ()
+    whole = range(len(backward)) if config.precision.recipe.whole_tensors else ()
     divided = plan_buckets([p.shape for p in backward], buckets, copies, config.communication.bucket_size, whole=whole)
     pieces: list[list[tuple[Parameter, tuple[int, ...]]]] = [[] for _ in range(copies)]
     for piece in (piece for bucket in divided.buckets for piece in bucket.pieces):

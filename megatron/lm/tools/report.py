@@ -314,16 +314,14 @@ def _table(runs: Sequence[Run]) -> str:  # a column per run: two fit on a phone
 def _linear_bytes(run: Run) -> float | None:
     """Return the bytes of a linear layer's weight, gradient and optimizer states; None for a metrics file that names no recipe."""
     from msamp.numerics import recipe  # torch, for seconds
-    from msamp.optim.updates import update_of
-    from msamp.optim.updates.update import format_names
+    from msamp.optim.updates import format_names, update_of
 
     name = str((run.precision or {}).get("recipe"))
     if name not in recipe.names():
         return None
-    known = recipe.by_name(name)
-    states = format_names(known.states)
-    kept = [state.format_beside(known.weight, states) for state in update_of(states).states]
-    return known.weight.bytes + known.states.grad.bytes + sum(fmt.bytes for fmt in kept if fmt is not None)
+    known, states = recipe.by_name(name), format_names(recipe.by_name(name).states)
+    kept = [known.weight, known.states.grad, *(state.format_beside(known.weight, states) for state in update_of(states).states)]
+    return sum(fmt.bytes for fmt in kept if fmt is not None)
 
 
 def _bytes(run: Run) -> str:

@@ -115,8 +115,14 @@ def build_optimizer(
         "loss_scale": loss_scaler,
     }
     groups, keys = decouple(parameter_groups(model, recipe), optim), rounding_keys(model, seed)
+    options: dict[str, dict[str, Any]] = {
+        "sgd-momentum": {"momentum": optim.sgd_momentum, "decoupled": False},  # decay by the gradient, as in torch and Megatron-LM
+        "muon": {"momentum": optim.muon_momentum, "adjust_lr_fn": "match_rms_adamw"},  # steps of AdamW's size: --lr serves both
+    }
     for group in groups:
-        group["keys"] = [keys[p] for p in group["params"]]
+        for p in group["params"] if group["formats"].update == "muon" else ():
+            p.tensor_model_parallel = False  # megatron-core marks whole matrices too; rules.toml refuses parts
+        group |= options.get(group["formats"].update, {}) | {"keys": [keys[p] for p in group["params"]]}
     settings["combine_norms"] = global_norm([p for group in groups for p in group["params"]])
     shard = ZeRO(grad_sync, overlap_param_gather) if grad_sync.shard else None
     optimizer = LowPrecisionOptimizer(groups, shard=shard, **settings)

@@ -28,6 +28,7 @@ ACTIVATIONS_SAVED = ("compute", "coat", "coat-exact")
 FAST_ACCUMULATIONS = ("none", "output", "all")
 MEASURED = "auto"  # a precision of attention that the start of a run decides
 ATTENTION_PRECISIONS = ("bf16", "fp8", MEASURED)
+UPDATES = {"adam": "fp32", "sgd": "sgd-momentum", "muon": "muon"}  # --optimizer -> the update of msamp.optim
 OPTIMIZER_STATES = {"coat": "coat-e4m3"}  # name -> format of both moments
 RULE_SETTINGS = {"fp8_amax_history_len": "window", "fp8_amax_compute_algo": "algorithm", "fp8_margin": "margin"}  # flag -> the rule's
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -169,6 +170,11 @@ class PrecisionConfig(RecipeConfig):
         "measures a gain of at least --fp8-min-gain at the run's shape; generation uses the compute dtype",
         "bf16",
         choices=ATTENTION_PRECISIONS,
+    )
+    optimizer: str = setting(
+        "update of the weights: adam (AdamW), sgd (with momentum), or muon for the weights of FP8 linear layers and AdamW for the others",
+        "adam",
+        choices=tuple(UPDATES),
     )
     master_format: str | None = setting(
         "format of master weights where linear layers are FP8; derived: the recipe's own", None, choices=STATE_FORMATS
@@ -345,6 +351,13 @@ def build_recipe(precision: PrecisionConfig) -> Recipe:
     }
     varied = recipe.with_states(**{key: formats.by_name(name) for key, name in names.items() if name is not None})
     varied = varied.with_rounding(master=precision.master_rounding, moments=precision.moment_rounding)
+    if precision.optimizer != "adam":
+        if varied.states.update != UPDATES["adam"]:
+            raise ValueError(f"--optimizer {precision.optimizer} replaces AdamW, but the recipe has the update {varied.states.update!r}")
+        update, whole = UPDATES[precision.optimizer], precision.optimizer == "muon"  # which orthogonalizes whole matrices
+        old = [varied.formats_of(kind) for kind in KINDS]
+        new = [states if whole and number else replace(states, update=update) for number, states in enumerate(old)]
+        varied = replace(varied, states=new[0], matrices=new[1], vectors=new[2], whole_tensors=whole or varied.whole_tensors)
     for states in map(varied.formats_of, KINDS):
         updates.by_name(states.update).check_group(updates.format_names(states), decoupled=True)
     return varied if gemm is None or gemm == recipe.gemm else varied.with_gemm(gemm)

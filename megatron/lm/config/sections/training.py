@@ -59,6 +59,8 @@ class OptimizerConfig:
     adam_beta1: float = setting("decay rate of the first moment", 0.9, legal=DECAY_RATE)
     adam_beta2: float = setting("decay rate of the second moment", 0.999, legal=DECAY_RATE)
     adam_eps: float = setting("added to the root of the second moment", 1e-8, legal=POSITIVE)
+    sgd_momentum: float = setting("momentum of --optimizer sgd", 0.9, legal=DECAY_RATE)
+    muon_momentum: float = setting("momentum of --optimizer muon", 0.95, legal=DECAY_RATE)
     clip_grad: float = setting("largest norm of the gradient; 0: no clipping", 1.0, legal=NON_NEGATIVE)
 
     def schedule_steps(self, training: "TrainingConfig") -> ScheduleSteps:

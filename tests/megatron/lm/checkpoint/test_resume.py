@@ -34,6 +34,8 @@ DEFAULT = [
     ("collage-plus", "TP 2"),
     ("fp16-amp", "PP 2"),
     ("O3", "DP 2"),
+    ("O3+muon", "DP 2"),
+    ("bf16+sgd", "PP 2"),
 ]
 LOSS_SCALE = {"initial_loss_scale": 2.0**24, "loss_scale_window": 3}  # it falls before the save, and rises and falls after it
 Seen = dict[tuple[str, str], tuple[list[float], list[Tensor]]]
@@ -49,7 +51,7 @@ def settings(prefix: str, run: tuple[str, str], **more: Any) -> Config:
     }
     lean = {"disable_bias_linear": True, "normalization": "RMSNorm"}
     precision, *states = run[0].split("+")
-    shared["optimizer_state"] = states[0] if states else None
+    shared["optimizer" if states[:1] in (["sgd"], ["muon"]) else "optimizer_state"] = states[0] if states else None
     shared["fp8_amax_history_len"] = WINDOW if by_name(precision).gemm == GEMMS["delayed"] else None
     moving = LOSS_SCALE if run[0] == "fp16-amp" else {}
     return tiny.config(prefix, precision=precision, **shared, **lean, **moving, **GRIDS[run[1]], **more)

@@ -66,6 +66,10 @@ REFUSED = {
 --optimizer-state coat --opt-level O2 --exp-avg-format fp16
 --optimizer-state coat --precision collage-fp8
 --optimizer-state coat --precision te-bf16
+--optimizer muon --precision bf16
+--optimizer muon --opt-level O2 --tensor-model-parallel-size 2
+--optimizer sgd --precision collage-plus
+--optimizer sgd --ckpt-format torch_dist --save new
 --load folder --precision te-delayed --save folder
 --fp8-guard --opt-level O2 --bf16-linears linear_qkv linear_proj linear_fc1 linear_fc2
 --smooth-swiglu --opt-level O2 --swiglu --fp8-recipe blockwise
