@@ -30,13 +30,7 @@ COLLAGE = ("bf16-a", "bf16-kahan", "bf16-dmw", "bf16-d", "collage-light", "colla
 LEVELS = ("fp32", "fp16-amp", "bf16", *COLLAGE, "coat", "O1", "O2", "O3", "O3+coat")
 # Every recipe on one grid or another, and O3 on each.
 KILLED = [(level, grid) for i, level in enumerate(LEVELS) for j, grid in enumerate(GRIDS) if level == "O3" or i % len(GRIDS) == j]
-DEFAULT = [
-    ("collage-plus", "TP 2"),
-    ("fp16-amp", "PP 2"),
-    ("O3", "DP 2"),
-    ("O3+muon", "DP 2"),
-    ("bf16+sgd", "PP 2"),
-]
+DEFAULT = [("collage-plus", "TP 2"), ("fp16-amp", "PP 2"), ("O3", "DP 2"), ("O3+muon", "DP 2"), ("bf16+sgd", "PP 2")]
 LOSS_SCALE = {"initial_loss_scale": 2.0**24, "loss_scale_window": 3}  # it falls before the save, and rises and falls after it
 Seen = dict[tuple[str, str], tuple[list[float], list[Tensor]]]
 
