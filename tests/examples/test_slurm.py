@@ -22,8 +22,8 @@ UNTIL_THE_LIMIT = "trap '{}' TERM; touch \"$FAKE/trains\"; while :; do sleep 0.0
 
 
 def submit(folder: Path, training: str, *, limit: int = 0, **environment: object) -> tuple[int, str, int]:
-    """Run the script as a Slurm job whose tasks run `training`, lines of shell; `limit` is the signal that Slurm sends. Returns the exit code, the
-    output, and how often training was started."""
+    """Run the script as a Slurm job whose tasks run `training`, lines of shell; `limit` is the signal that Slurm sends.
+    Returns the exit code, the output, and how often training was started."""
     for name, line in COMMANDS.items():
         (folder / name).write_text(f"#!/bin/bash\n{line}\n", encoding="utf-8")
         (folder / name).chmod(0o755)
