@@ -124,19 +124,14 @@ def finish(
     if args.no_checkpoints:
         write_metrics(args.save, metrics)
         return f"{args.save} contains the metrics"
-    message = f"the model is in {save_model(args.save, model, tokenizer, export_state(args, model, optimizer))}"
+    own = args.export_dtype in (None, args.dtype)  # else rounded from the masters
+    state = None if own else msamp.plain_state_dict(model, optimizer, models.DTYPES[args.export_dtype])
+    message = f"the model is in {save_model(args.save, model, tokenizer, state)}"
     loaded, dtype = models.DTYPES[args.dtype], models.DTYPES[args.export_dtype or args.dtype]
     share = delivered(args.load, model, optimizer, loaded=loaded, dtype=dtype)
     if share is None or share >= TELL_BELOW:
         return message
     return f"{message}; {100 * share:.0f} % of what training changed in the weights is left in it, --export-dtype fp32 keeps the rest"
-
-
-def export_state(args: argparse.Namespace, model: Any, optimizer: LowPrecisionOptimizer) -> dict[str, torch.Tensor] | None:
-    """Return the state dict in --export-dtype, rounded from the masters; None if the model's own state dict is to be saved."""
-    if args.export_dtype in (None, args.dtype):
-        return None
-    return msamp.plain_state_dict(model, optimizer, models.DTYPES[args.export_dtype])
 
 
 def delivered(start: Path, model: Any, optimizer: LowPrecisionOptimizer, *, loaded: torch.dtype, dtype: torch.dtype) -> float | None:

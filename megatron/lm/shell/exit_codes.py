@@ -90,7 +90,11 @@ def _ends(error: Exception) -> int:
     if isinstance(error, RunStopped):
         return _print(str(error), STOPPED)
     if isinstance(error, OSError):
-        return _print(_of_system(error), STOPPED)
+        if error.errno is None or error.strerror is None:  # an OSError of this project has a text and no errno
+            return _print(_first_line(error), STOPPED)
+        names = [os.fsdecode(name) if isinstance(name, bytes) else str(name) for name in (error.filename, error.filename2) if name]
+        fix = ": check its permissions and the free space, or choose another path" if names else ""
+        return _print(f"{': '.join([*filter(None, [' -> '.join(names)]), error.strerror])}{fix}", STOPPED)
     if lacks_memory(error):
         return _print(f"out of memory ({_first_line(error)}): {_SMALLER}", STOPPED)
     if lost_connection(error):
@@ -108,14 +112,6 @@ def _print(message: str, code: int) -> int:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-def _of_system(error: OSError) -> str:
-    """Return the system's error text with the file and a fix; an OSError of this project has a text and no errno."""
-    if error.errno is None or error.strerror is None:
-        return _first_line(error)
-    names = " -> ".join(os.fsdecode(name) if isinstance(name, bytes) else str(name) for name in (error.filename, error.filename2) if name)
-    return f"{names}: {error.strerror}: check its permissions and the free space, or choose another path" if names else error.strerror
 
 
 def lacks_memory(error: BaseException) -> bool:

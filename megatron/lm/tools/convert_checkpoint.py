@@ -74,7 +74,9 @@ def _configured(saved: "CheckpointReader", args: argparse.Namespace) -> Config:
     return replace(config, model=model, data=replace(config.data if same else DataConfig(), **given))  # type: ignore[arg-type]
 
 
-def _export(args: argparse.Namespace, fp8: bool) -> str:
+def to_hf(args: argparse.Namespace) -> str:
+    """Convert a checkpoint to a Hugging Face folder; export-fp8 keeps FP8 weights."""
+    fp8 = args.command == "export-fp8"
     saved = _saved(args.load).separate_experts()
     config, vocab_size = _configured(saved, args), saved.info["vocab_size"]
     tokenizer = tokenizer_files.matching(config.data, config.model.vocab_size, vocab_size)
@@ -93,16 +95,6 @@ def _export(args: argparse.Namespace, fp8: bool) -> str:
         write_json(folder / "config.json", about)
         tokenizer_files.write(config.data, config.model.max_positions, tokenizer, folder)
     return f"{args.output}: {about['model_type']}, iteration {saved.info['iteration']}, {size:,} bytes"
-
-
-def to_hf(args: argparse.Namespace) -> str:
-    """Convert a checkpoint to a Hugging Face folder."""
-    return _export(args, fp8=False)
-
-
-def export_fp8(args: argparse.Namespace) -> str:
-    """Convert a checkpoint to a Hugging Face folder with FP8 weights."""
-    return _export(args, fp8=True)
 
 
 def to_megatron(args: argparse.Namespace) -> str:
@@ -200,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     to = subcommand("to-hf", to_hf, ours)
     to.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights (default: %(default)s)")
     tokenizer_flags(to, null)
-    fp8 = subcommand("export-fp8", export_fp8, ours)
+    fp8 = subcommand("export-fp8", to_hf, ours)
     fp8.add_argument("--layout", choices=LAYOUTS, default="tensor", help="of weights and scales (default: %(default)s)")
     tokenizer_flags(fp8, null)
     subcommand("export-bf16", export_bf16, ours)

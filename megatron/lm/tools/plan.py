@@ -35,17 +35,6 @@ ALWAYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_b
 DEFAULTS = ("--use-distributed-optimizer", "--fp8-min-gain", "0", "--dry-run")
 
 
-def positive(text: str) -> float:
-    """Parse a number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text} is out of range: give a number above 0")
-    return value
-
-
 def parser() -> Parser:
     """Return the parser of the command line."""
     flags = Parser(description=__doc__, allow_abbrev=False)
@@ -55,11 +44,11 @@ def parser() -> Parser:
     flags.add_argument(
         "--gpus-per-node", type=count(1, 1024), default=8, help="GPUs of one host, which NVLink connects (default: %(default)s)"
     )
-    flags.add_argument("--gpu-memory-gib", type=positive, help="memory of a GPU (default: from its data sheet)")
-    flags.add_argument("--link-gb-s", type=positive, help="GB/s that a GPU sends to others on its host (default: as measured)")
+    flags.add_argument("--gpu-memory-gib", type=float, help="memory of a GPU (default: from its data sheet)")
+    flags.add_argument("--link-gb-s", type=float, help="GB/s that a GPU sends to others on its host (default: as measured)")
     flags.add_argument(
         "--network-gb-s",
-        type=positive,
+        type=float,
         default=NETWORK_GB_S,
         help="GB/s that a GPU sends to other hosts (default: %(default)s, four fifths of a 400 Gb/s adapter; not measured)",
     )
@@ -188,6 +177,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.lm.planning.rates import Cluster, rates_of
     from megatron.lm.planning.search import best
 
+    for setting in ("gpu_memory_gib", "link_gb_s", "network_gb_s"):
+        if (value := getattr(options, setting)) is not None and not 0 < value < 1e9:
+            raise ValueError(f"{flag(setting)} {value} is out of range: give a number above 0")
     rates = rates_of(options.gpu.lower())
     link = rates("link") if options.link_gb_s is None else options.link_gb_s * 1e9
     cluster = Cluster(

@@ -240,13 +240,6 @@ def hold_out(documents: list[str], share: float, seed: int) -> tuple[list[str], 
     raise ValueError(f"--valid-share {share} leaves nothing to train on: {len(documents)} documents, the share must be below 1")
 
 
-def unigram_entropy(tokens: np.ndarray) -> float:
-    """Return the entropy of the tokens' own frequencies in nats per token: no model that ignores context gets below it on this text."""
-    _, counts = np.unique(tokens, return_counts=True)
-    frequencies = counts / counts.sum()
-    return float(-(frequencies * np.log(frequencies)).sum())
-
-
 def prepare(
     out: Path,
     documents: Callable[[], list[str]],
@@ -284,13 +277,15 @@ def prepare(
         with Progress(f"tokenizing {part}") as progress:
             progress.begin(progress.what, sum(document.source_bytes for document in source), "bytes")
             counts[part] = write_datasets(source, prefixes, EncodeOptions(data=data), workers=workers, progress=progress)["text"]
+    _, times = np.unique(np.fromfile(out / "valid_text_document.bin", dtype=counts["valid"].dtype), return_counts=True)
+    shares = times / times.sum()
     meta = {
         "settings": settings,
         "vocab_size": counts["train"].vocab_size,
         "tokens": {part: count.tokens for part, count in counts.items()},
         "bytes": {part: count.text_bytes for part, count in counts.items()},
         "documents": {part: count.documents for part, count in counts.items()},
-        "unigram_entropy_nats": unigram_entropy(np.fromfile(out / "valid_text_document.bin", dtype=counts["valid"].dtype)),
+        "unigram_entropy_nats": float(-(shares * np.log(shares)).sum()),  # no model that ignores context gets below it
         "tokenizer_type": data.tokenizer_type,
     }
     with written_aside(out / "meta.json") as stream:

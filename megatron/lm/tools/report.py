@@ -294,9 +294,13 @@ def _table(runs: Sequence[Run]) -> str:  # a column per run: two fit on a phone
         last, valid = run.train[-1], run.valid[-1] if run.valid else {}
         speeds = [line["tokens_per_s"] for line in run.train if line.get("tokens_per_s") is not None]
         memory = [line["memory_gib"] for line in run.train if line.get("memory_gib") is not None]
+        held = (run.precision or {}).get("bytes_per_parameter", {})
         for quantity, cell in (
             ("bytes per parameter of a linear layer", _cell(_linear_bytes(run), 0)),
-            ("bytes per parameter, mean", _bytes(run)),
+            (
+                "bytes per parameter, mean",
+                html.escape(", ".join(f"{value:.3g} {name}" for name, value in held.items() if value)) or "&ndash;",
+            ),
             ("iterations", str(last["iteration"])),
             ("training loss, nats per token", _cell(last["loss"], 4)),
             ("validation loss, nats per token", _cell(valid.get("loss"), 4)),
@@ -322,12 +326,6 @@ def _linear_bytes(run: Run) -> float | None:
     known, states = recipe.by_name(name), format_names(recipe.by_name(name).states)
     kept = [known.weight, known.states.grad, *(state.format_beside(known.weight, states) for state in update_of(states).states)]
     return sum(fmt.bytes for fmt in kept if fmt is not None)
-
-
-def _bytes(run: Run) -> str:
-    """Return the bytes per parameter of weight, gradient and optimizer states."""
-    held = run.precision["bytes_per_parameter"] if run.precision else {}
-    return html.escape(", ".join(f"{value:.3g} {name}" for name, value in held.items() if value)) or "&ndash;"
 
 
 def _cell(value: float | None, digits: int) -> str:

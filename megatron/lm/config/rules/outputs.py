@@ -17,14 +17,13 @@ def loading(config: Config, world_size: int) -> Problems:
     folder = Path(checkpoint.load)
     if not os.path.isdir(folder):  # unlike Path.is_dir, raises no exception if a parent folder is not accessible
         yield f"--load {folder} is not a folder: give one that a run with --save wrote, or drop --load to start from scratch"
-    elif not any(holds_checkpoints(Path(root)) for root in (folder, checkpoint.non_persistent_folder(str(folder))) if root is not None):
+    elif not any(
+        os.path.isfile(root / LATEST_CHECKPOINT_FILE) or any(root.glob("iter_*"))
+        for root in (folder, *map(Path, filter(None, [checkpoint.non_persistent_folder(str(folder))])))
+    ):
         yield (
             f"--load {folder} contains no checkpoint (and no {LATEST_CHECKPOINT_FILE}): give another, or drop --load to start from scratch"
         )
-
-
-def holds_checkpoints(folder: Path) -> bool:
-    return os.path.isfile(folder / LATEST_CHECKPOINT_FILE) or any(folder.glob("iter_*"))
 
 
 def saving(config: Config, world_size: int) -> Problems:
@@ -73,18 +72,13 @@ def _writable_file(name: str, file: Path) -> Problems:
     """Yield a problem unless `file`, the value of a flag, can be written or created."""
     if os.path.isdir(file):
         yield f"{flag(name)} {file} is a folder: give a file in it"
-    elif os.path.exists(file) and not _takes_lines(file, name):
+    elif os.path.exists(file) and not (os.path.isfile(file) or (name != "fp8_gain_cache" and stat.S_ISCHR(os.stat(file).st_mode))):
+        # Lines are appended: a cache is read back, which a device cannot do, and a pipe would wait for its reader.
         yield f"{flag(name)} {file} is not a regular file: give one"
     elif os.path.exists(file) and not os.access(file, os.W_OK):
         yield f"{flag(name)} {file} cannot be written: change its permissions, or choose another path"
     else:
         yield from _writable(f"{flag(name)} {file}", file.parent)
-
-
-def _takes_lines(file: Path, name: str) -> bool:
-    """Return whether lines can be appended. A cache must be a regular file, since a device cannot be read back; a pipe would wait for its
-    reader."""
-    return os.path.isfile(file) or (name != "fp8_gain_cache" and stat.S_ISCHR(os.stat(file).st_mode))
 
 
 def _writable(what: str, folder: Path) -> Problems:

@@ -197,7 +197,7 @@ def test_control_characters_of_files_are_shown_as_escapes(tool: str, tmp_path: P
     (folder / "m.jsonl").write_text('{"kind": "train\\u001b[2J"}\n')
     name = str(folder / "m.jsonl")
     flags = {"compare": [f"a={name}", f"b={name}"], "report": [f"a={name}", "--out", str(tmp_path / "out")]}
-    flags |= {"inspect": [name], "evaluate": ["--load", name]}
+    flags |= {"inspect": [name], "evaluate": [name, "--text", name]}
     with contextlib.suppress(SystemExit):
         dispatch.main([tool, *flags[tool]])
     shown = "".join(capsys.readouterr())
