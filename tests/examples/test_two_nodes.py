@@ -19,7 +19,7 @@ from megatron.lm.checkpoint.files.folder import marked_iteration
 from tools import soak
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.nightly(200), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly(60), pytest.mark.timeout(600)]
 NODES = [f"rehearsal{os.getpid()}{side}" for side in "ab"]
 ADDRESSES = ["10.213.0.1", "10.213.0.2"]
 NAMED_WITHIN = 30.0  # seconds

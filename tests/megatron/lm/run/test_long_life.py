@@ -53,7 +53,7 @@ def slope(points: list[tuple[int, int]]) -> float:
     return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points) / 1e3
 
 
-@pytest.mark.nightly(4500)
+@pytest.mark.nightly(2700)
 @pytest.mark.timeout(4 * 3600)
 def test_memory_and_open_files_stay_and_checkpoints_keep_their_bits(tmp_path: Path, request: pytest.FixtureRequest):
     data = soak.write_data(tmp_path)
