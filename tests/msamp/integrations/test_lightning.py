@@ -20,11 +20,11 @@ hosts.need("lightning")
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging  # noqa: E402
 from lightning.pytorch.plugins.environments import LightningEnvironment  # noqa: E402
 
-from helpers import lightning_runs  # noqa: E402
+from helpers.lightning_runs import ROWS as QUIET  # noqa: E402
 from helpers.lightning_runs import Module, fit  # noqa: E402
 
 # The first batch of an epoch is louder, so that a full window gives other scales than one that begins anew.
-ROWS = lightning_runs.ROWS * torch.tensor([8.0, 1.0, 1.0, 1.0]).repeat_interleave(8)[:, None]
+ROWS = QUIET * torch.tensor([8.0, 1.0, 1.0, 1.0]).repeat_interleave(8)[:, None]
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers, and on what it calls small
 
 

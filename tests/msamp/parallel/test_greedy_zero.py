@@ -243,7 +243,6 @@ def memory(level: str) -> tuple[int, int]:
 
 
 def of_a_cut_vector() -> str:
-    """What is said of a vector with COAT's moments whose rows several ranks have."""
     model = nn.ParameterList([nn.Parameter(torch.ones(4096))])
     sync = grad_sync(model, dict.fromkeys(model, FP32), torch.distributed.group.WORLD, shard=True)
     with pytest.raises(ValueError, match="vector") as caught:
