@@ -51,13 +51,6 @@ def config(tp: int, pp: int = 1):
     return parse_args(["--preset", "1.3b", "--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)])
 
 
-@pytest.mark.parametrize(
-    ("gpus", "tp", "pp", "peers"), [(8, 1, 1, (8, 8)), (8, 2, 1, (4, 4)), (32, 2, 1, (16, 4)), (32, 8, 1, (4, 1)), (32, 4, 4, (2, 2))]
-)
-def test_data_parallel_ranks_of_one_host(gpus: int, tp: int, pp: int, peers: tuple[int, int]):
-    assert machines(gpus).data_parallel_peers(config(tp, pp)) == peers
-
-
 def test_an_exchange_goes_to_each_peer_over_its_link():
     assert machines(1).exchange_seconds(600.0, config(1)) == 0
     assert machines(8).exchange_seconds(700.0, config(1)) == pytest.approx(7.0)  # 100 bytes to each of 7
