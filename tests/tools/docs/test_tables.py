@@ -63,6 +63,23 @@ def test_a_table_of_chosen_commits_says_why():
             assert one["chosen"] in tables.table(name).note, name
 
 
+@pytest.mark.parametrize(("name", "model"), [("summary", "1.3b"), ("steps", None), ("large-steps", None), ("data-parallel", "1.3b")])
+def test_no_row_is_shown_beside_a_newer_one_of_its_case(name, model):
+    """By the dates in the tables of whole steps, whose cases are rows of the files."""
+    table = tables.table(name)
+    for cells in (dict(zip(table.columns, row, strict=True)) for row in table.cells):
+        case, preset = cells[table.columns[0]].strip("`"), cells.get("model", model)
+        dates = [
+            row["date"]
+            for row in (row for file in table.files for row in read(file))
+            if row["case"] == case and row["preset"].replace(" --fp8-min-gain 0", "") == preset.replace(" --fp8-min-gain 0", "")
+            if row["gpu"] == "NVIDIA H200" and row["ms"] and row["gpus"] == ("2" if name == "data-parallel" else "1")
+            if {"tp", "pp"} - row.keys() or (row["tp"], row["pp"], row["micro_batches"], row["p2p"]) == ("1", "1", "1", "on")
+            if "micro-batch" not in cells or name == "large-steps" or row["micro_batch"] == cells["micro-batch"]
+        ]
+        assert cells["date"] == max(dates), (name, case, preset)
+
+
 def test_a_baseline_is_quoted_by_its_best():
     """README's ratios: over O3 of the same commit and day, at the baseline's fastest way and call; medians of a call's starts."""
     calls: dict[tuple[str, str], dict[str, list[float]]] = {}
