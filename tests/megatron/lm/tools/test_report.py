@@ -110,6 +110,10 @@ def test_page_stands_alone(files, tmp_path, capsys):
     assert "2 weight, 1 grad, 1 m, 2 v" in page
     printed = capsys.readouterr().out
     assert "O2 is +0.32 % from O0; O0 is 6.1 % below the unigram entropy of 6.6000" in printed
+    assert report.main([f"<i>={files['O0']}", f"O2={files['O2']}", "--out", str(tmp_path / "named")]) == 0
+    named = (tmp_path / "named/report.html").read_text()
+    assert "<th>&lt;i&gt;</th>" in named
+    assert "<i>" not in named
 
 
 def test_plots_show_the_files_numbers(files):
