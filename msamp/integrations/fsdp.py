@@ -66,6 +66,11 @@ def _recipe(recipe: str | Recipe | None, opt_level: str | None, fp8_recipe: str 
         raise ValueError(
             f"recipe {chosen.name!r} has no FP8 GEMM; use torch's fully_shard and torch.optim.AdamW without msamp, or O1, O2, O3 or coat"
         )
+    if chosen.exchange != Recipe.exchange:
+        raise ValueError(
+            f"recipe {chosen.name!r} sums gradients by the exchange {chosen.exchange!r}, and fully_shard sums them itself; use "
+            "msamp.initialize, or the recipe without as_published"
+        )
     if chosen.weight != chosen.states.master and not (chosen.states.master in _MASTERS and chosen.weight == chosen.gemm.weight.format):
         raise ValueError(
             f"recipe {chosen.name!r} stores weights in {chosen.weight} and masters in {chosen.states.master}; FSDP2 supports weights in "

@@ -1,10 +1,12 @@
 """`msamp.recipes.as_published` in a loop: two processes train so, and what a GradSync does is the paper's."""
 
+import pytest
 import torch
 from torch import nn
 
 import msamp
 from helpers import dist
+from msamp.integrations import fsdp
 
 PAPERS = {"fp8-lm": torch.float32, "collage": torch.bfloat16, "coat": torch.float32}
 
@@ -36,3 +38,9 @@ def test_two_processes_train_in_the_papers_arithmetic():
         assert all(losses[-1] < losses[0] for losses, _, _ in rank.values())
         assert "nccl with auto-scaling" in rank["fp8-lm"][1]
         assert not rank["fp8-lm"][2]
+
+
+def test_fully_shard_which_has_its_own_sums_refuses_the_papers_exchange():
+    recipe = msamp.recipes.as_published("fp8-lm", msamp.recipes.O2)
+    with pytest.raises(ValueError, match="'O2' sums gradients by the exchange 'nccl', and fully_shard sums them itself"):
+        fsdp.prepare(nn.Sequential(nn.Linear(32, 32)), recipe)
