@@ -96,7 +96,7 @@ def test_folders_without_model_or_tokenizer_are_refused(folder, tmp_path):
     with pytest.raises(ValueError, match=r"has no config.json: give the folder"):
         models.load_tokenizer(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    with pytest.raises(ValueError, match=r"convert_checkpoint to-hf --load"):
+    with pytest.raises(ValueError, match=r"msamp convert to-hf --load"):
         models.load_model(tmp_path, "AutoModelForCausalLM", BF16, CPU)
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(ValueError, match=r"has no tokenizer that transformers can load|must be a fast one"):
