@@ -321,6 +321,8 @@ def test_the_newer_of_both_folders_comes_first(root: Path):
     assert offered(settings(root)) == [25, 20, 10]
     published(root, 30, **of(RUN))
     assert offered(settings(root)) == [30, 25, 20, 10]
+    published(root / "non_persistent", 35, **of(Run()))  # another run's, which takes that folder
+    assert offered(settings(root)) == [30, 20, 10]
     assert newest(settings(root)) == iteration_folder(root, 30)
 
 
