@@ -323,7 +323,6 @@ def test_the_newer_of_both_folders_comes_first(root: Path):
     assert offered(settings(root)) == [30, 25, 20, 10]
     published(root / "non_persistent", 35, **of(Run()))  # another run's, which takes that folder
     assert offered(settings(root)) == [30, 20, 10]
-    assert newest(settings(root)) == iteration_folder(root, 30)
 
 
 def test_a_named_iteration_is_found_in_either(root: Path):
