@@ -233,9 +233,8 @@ def test_the_tables_of_a_model_stay_where_they_are_when_megatron_core_forgets_it
     model = build_model(*tiny.parts(tiny.config("unread", precision="fp32")), FP32, tiny.VOCABULARY)
     tokens, seen = torch.arange(32, device=process_groups.device()).view(2, 16), []
     for _ in range(2):
-        embedded, angles, *_ = model._preprocess(input_ids=tokens, position_ids=tokens % 16)
-        seen.append([table.data_ptr() for table in cos_sin(angles)])
-        del embedded, angles
+        model.hidden_states(tokens, tokens % 16)
+        seen.append([table.data_ptr() for angles in model._angles.values() for table in cos_sin(angles)])
         type(model.rotary_pos_emb).forward.cache_clear()
         gc.collect()
     assert seen[0] == seen[1]
