@@ -97,9 +97,10 @@ requeue() {
 
 INTO=() # flags of srun, or a command, that start a task in the container
 if [ -n "${IMAGE:-}" ]; then
-  folders="$ROOT $(realpath -m "$SAVE") $(realpath -m "$(dirname "${DATA:-$ROOT}")")"
-  INTO=("--container-image=$IMAGE" "--container-workdir=$PWD" "--container-mounts=$(printf '%s\n' $folders | sed 's/.*/&:&/' | paste -sd,)")
-  if [[ $IMAGE == *.sif ]]; then INTO=(apptainer exec --nv --pwd "$PWD" --bind "${folders// /,}" "$IMAGE"); fi
+  folders=("$ROOT" "$(realpath -m "$SAVE")" "$(realpath -m "$(dirname "${DATA:-$ROOT}")")")
+  mounts=$(printf '%s\n' "${folders[@]}" | sed 's/.*/&:&/' | paste -sd,)
+  INTO=("--container-image=$IMAGE" "--container-workdir=$PWD" "--container-mounts=$mounts")
+  if [[ $IMAGE == *.sif ]]; then INTO=(apptainer exec --nv --pwd "$PWD" --bind "$(IFS=, && echo "${folders[*]}")" "$IMAGE"); fi
 fi
 before=$(saved)
 for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do

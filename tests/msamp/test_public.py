@@ -41,12 +41,12 @@ def test_what_an_extension_of_one_s_own_starts_from(room, names):
 
 
 def deep_imports(source: str) -> list[str]:
-    """Modules inside msamp that a source imports from."""
+    """Modules inside msamp that a source imports from, but for those of other libraries' trainers."""
     found = []
     for node in ast.walk(ast.parse(source)):
         modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in getattr(node, "names", [])]
         if isinstance(node, ast.Import | ast.ImportFrom):
-            found += [module for module in modules if module.startswith("msamp.")]
+            found += [module for module in modules if module.startswith("msamp.") and not module.startswith("msamp.integrations.")]
     return found
 
 

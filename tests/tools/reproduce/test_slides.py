@@ -73,7 +73,7 @@ def test_the_list_says_when_results_were_measured_and_how_far_losses_are_apart(t
     ]
     keep.write(tmp_path / "fp8lm-figure4.csv", rows)
     lines = "\n".join(reproduce.listing(tmp_path))
-    assert "kept: H200, 2026-11-21 to 2026-11-22" in lines
+    assert "kept: holds; H200, 2026-11-21 to 2026-11-22" in lines
     assert "O3 at 125M against bf16 at 125M: +0.0100 nats per token, +0.20 % (95 % interval" in lines
 
 
