@@ -15,7 +15,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**({"formatter_class": argparse.RawDescriptionHelpFormatter} | kwargs))
 
     def error(self, message: str) -> NoReturn:
-        report(f"error: {message} ({self.prog} --help lists the flags)", message)
+        message = f"{message} ({self.prog} --help lists the flags)"
+        report(f"error: {message}", message)
         self.exit(2)
 
 

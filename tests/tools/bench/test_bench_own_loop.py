@@ -5,6 +5,7 @@ import argparse
 import pytest
 
 from helpers import hosts
+from megatron.lm.processes import process_groups
 from tools.bench import bench_own_loop
 
 hosts.need("transformers")
@@ -15,6 +16,8 @@ OPTIONS = argparse.Namespace(level="O3", warm_up=1, steps=2, commit="abc", fp8_m
 @pytest.fixture(autouse=True)
 def _toy(monkeypatch):
     monkeypatch.setitem(bench_own_loop.SHAPES, "toy", (bench_own_loop.LLAMA | TOY, 2, 32))
+    yield
+    process_groups.shutdown()  # the trainer's case leaves the default group
 
 
 @pytest.mark.parametrize("case", ["trainer:bf16:captured", "msamp:fp32:eager", "torch:bf16:eager"])
