@@ -46,7 +46,7 @@ def test_files_stay_short():
 
 
 def test_folders_of_the_trainer_stay_small():
-    files_of = {folder: [p for p in folder.iterdir() if p.is_file() and p.suffix != ".pyc"] for folder in (ROOT / "megatron/lm").glob("**/")}
+    files_of = {d: [p for p in d.iterdir() if p.is_file() and p.suffix != ".pyc"] for d in (ROOT / "megatron/lm").glob("**/")}
     too_many = {str(folder.relative_to(ROOT)): len(found) for folder, found in files_of.items() if len(found) > MAX_FILES}
     assert not too_many, f"more than {MAX_FILES} files: split each folder into rooms with one subject"
 
