@@ -54,10 +54,12 @@ class Probe:
         self._holders = [held for held in (*(module._parameters for module in modules.values()), *plain) if held]
         self._params = list(model.parameters())
         held = [x for own in self._holders for x in own.values() if x is not None]
-        shards = [*map(local, (*held, *self._states()))]
+        tensors = [*held, *self._states()]
+        shards = [*map(local, tensors)]
+        self._sharded = [x for x, shard in zip(tensors, shards, strict=True) if shard is not x]
         self._scaled = [x for x in shards if type(x) is ScalingTensor]
         self._parts = [x.payload if type(x) is ScalingTensor else x for x in shards]
-        self._kept = [*modules.values(), *held, *self._states(), *self._parts]  # alive, so that nothing else gets their identity
+        self._kept = [*modules.values(), *tensors, *shards, *self._parts]  # alive, so that nothing else gets their identity
         self._seen = [[tuple(dict(x) if isinstance(x, dict) else x for x in own) for own in self._of_modules()], *self._of_tensors()]
         self._versions = self._written()
 
@@ -76,6 +78,7 @@ class Probe:
             [
                 [id(x) for own in self._holders for x in own.values()],
                 [id(x) for x in self._states()],
+                [id(local(x)) for x in self._sharded],
                 [id(x.payload) for x in self._scaled],
                 [x.data_ptr() for x in self._parts],
             ],

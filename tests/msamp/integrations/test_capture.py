@@ -20,6 +20,7 @@ import msamp
 from helpers import dist
 from helpers.fsdp_nets import message
 from msamp.integrations import capture, fsdp
+from msamp.integrations.replay_checks import Probe
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics.recipe import by_name
 from msamp.numerics.scaling import Delayed
@@ -377,12 +378,15 @@ def run_sharded(device: str, steps: range, level: str, captured: bool, trained: 
 
 
 def fsdp_on_the_cpu() -> Any:
-    losses, step, _ = run_sharded("cpu", range(6), "O2", captured=True)
-    return losses == run_sharded("cpu", range(6), "O2", captured=False)[0], step.obstacle
+    losses, step, (model, optimizer, _) = run_sharded("cpu", range(6), "O2", captured=True)
+    model.reshard()
+    probe, shard = Probe(model, optimizer, optimizer), model[2].weight
+    before, shard._local_tensor = probe.changed(), shard._local_tensor.clone()  # FSDP2 does that when a module is moved
+    return losses == run_sharded("cpu", range(6), "O2", captured=False)[0], step.obstacle, before, probe.changed()
 
 
 def test_fsdp2_without_a_gpu():
-    assert dist.run(fsdp_on_the_cpu, 2) == [(True, None)] * 2
+    assert dist.run(fsdp_on_the_cpu, 2) == [(True, None, None, "the memory of parameters, buffers or optimizer states")] * 2
 
 
 def on_two_gpus(level: str, folder: str) -> dict[str, Any]:
