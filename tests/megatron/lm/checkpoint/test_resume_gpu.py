@@ -14,6 +14,16 @@ from msamp.numerics import recipe
 
 Result = tuple[list[float], list[Tensor]]
 SHARED = {"train_iters": 30, "micro_batch_size": 2, "global_batch_size": 4}
+MORE: dict[str, dict[str, Any]] = {
+    "fp16-amp": {"initial_loss_scale": 2.0**20, "loss_scale_window": 3},
+    "bf16+coat": {"optimizer_state": "coat"},
+    "O3+coat": {"optimizer_state": "coat"},
+    "O3+muon": {"optimizer": "muon"},
+    "bf16+sgd": {"optimizer": "sgd"},
+    "O3+published": {"as_published": "fp8-lm", "grad_exchange": "nccl", "mu_rule": "paper"},
+    "collage-plus+published": {"as_published": "collage"},
+    "coat+published": {"as_published": "coat"},
+}
 
 
 def trained(settings: Config) -> Result:
@@ -36,12 +46,10 @@ def straight_and_resumed(prefix: str, folder: str, **settings: Any) -> tuple[Res
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("level", [*recipe.names(), "bf16+coat", "O3+coat"])
+@pytest.mark.parametrize("level", dict.fromkeys((*recipe.names(), *MORE)))
 def test_resume_on_a_gpu_is_bit_exact(prefix: Path, tmp_path: Path, level: str):
-    precision, *states = level.split("+")
-    moving = {"initial_loss_scale": 2.0**20, "loss_scale_window": 3} if level == "fp16-amp" else {}
-    moving |= {"optimizer_state": states[0]} if states else {}
-    straight, before, after = straight_and_resumed(str(prefix), str(tmp_path), precision=precision, **moving)
+    more = MORE.get(level, {})
+    straight, before, after = straight_and_resumed(str(prefix), str(tmp_path), precision=level.split("+")[0], **more)
     assert before[0] + after[0] == straight[0]
     assert tiny.same(after[1], straight[1])
 
