@@ -46,8 +46,7 @@ class ExpertMatrices(Loading):
 
     _payload: torch.Tensor | None = None
     _parts: tuple[torch.Tensor, ...] = ()
-    _cast: ExpertWeights | None = None
-    _cast_version = 0
+    _cast: tuple[int, ExpertWeights] | None = None  # the payload's version, and its operands
     _shares = False  # whether the forwards that are captured now belong to one step
     _step_cast: ExpertWeights | None = None
 
@@ -101,10 +100,10 @@ class ExpertMatrices(Loading):
             return self._step_cast
         if payload.is_inference():  # which has no version counter
             return self._operands_of(payload)
-        if self._cast is None or self._cast_version != payload._version:
+        if self._cast is None or self._cast[0] != payload._version:
             self._cast = None  # frees the former operands first
-            self._cast, self._cast_version = self._operands_of(payload), payload._version
-        return self._cast
+            self._cast = payload._version, self._operands_of(payload)
+        return self._cast[1]
 
     def drop_cast(self) -> None:
         """Free the operands that the last forward outside of graphs kept for the next one, which casts again. For code that replays graphs,

@@ -148,6 +148,10 @@ def test_mixtures_of_experts(family):
     for optimizer in (low, other):
         optimizer.zero_grad()
     assert steps(fused, low) == pytest.approx(steps(unfused, other), rel=5e-3)
+    captured = msamp.capture(fused, low, lambda ids: fused(input_ids=ids, labels=ids).loss.backward())
+    for _ in range(4):
+        captured(TOKENS)
+    assert captured.obstacle is None
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -6,8 +6,9 @@
 A case is SYSTEM:FORM:WAY. Systems: `msamp` (`msamp.initialize` at --level), `trainer` (the trainer's step of the same shape at
 --level), `torch` (fused AdamW) and `torchao` (its FP8 linear layers without the head). Forms: `bf16`, weights in BF16 without a master
 (ours keep the level's); `fp32`, weights in FP32, computed under autocast. Ways: `eager`; `compiled`, each decoder layer by torch.compile;
-`captured`, one CUDA graph by `msamp.capture` (the trainer's own graph), which holds the compiled layers of torch and torchao. Weights and
-tokens are random, nothing is downloaded; transformers and torchao must be installed. The update is part of the step.
+`captured`, one CUDA graph by `msamp.capture` (the trainer's own graph), which holds the compiled layers of torch and torchao; `update`, a
+graph of what follows backward: gradients of all parameters arrive, are clipped to norm 1 and used. Weights and tokens are random,
+nothing is downloaded; transformers and torchao must be installed. The update is part of the step.
 """
 
 import argparse
@@ -59,7 +60,7 @@ TRAINER = (  # the trainer's flag -> the value's name in transformers' configura
     ("--ffn-hidden-size", "intermediate_size"),
     ("--num-attention-heads", "num_attention_heads"),
 )
-SYSTEMS, FORMS, WAYS = ("msamp", "trainer", "torch", "torchao"), ("bf16", "fp32"), ("eager", "compiled", "captured")
+SYSTEMS, FORMS, WAYS = ("msamp", "trainer", "torch", "torchao"), ("bf16", "fp32"), ("eager", "compiled", "captured", "update")
 COLUMNS = ("date", "commit", "gpu", "torch", "shape", "system", "form", "way", "level", "ms", "peak_gib")
 
 
@@ -82,11 +83,13 @@ def loop_step(shape: Shape, system: str, form: str, way: str, level: str, **opti
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         convert_to_float8_training(model, config=Float8LinearConfig(), module_filter_fn=lambda _, name: "lm_head" not in name)
-    peer_captured = way == "captured" and system != "msamp"
+    graph = way in ("captured", "update")
+    peer_captured = graph and system != "msamp"
     rate: Any = torch.tensor(1e-4, device=device) if peer_captured else 1e-4
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=peer_captured)
     if system == "msamp":
-        model, optimizer = msamp.initialize(model, optimizer, level, **options)
+        clip = 1.0 if way == "update" else None
+        model, optimizer = msamp.initialize(model, optimizer, level, clip_grad=clip, **options)
     elif peer_captured:
         model.held = contextlib.ExitStack()  # for good: a layer must not be compiled again in the capture
         model.held.enter_context(masks_as_in_eager_steps(model))
@@ -101,9 +104,24 @@ def loop_step(shape: Shape, system: str, form: str, way: str, level: str, **opti
         loss.backward()
         return loss.detach()  # type: ignore[no-any-return]
 
-    if way == "captured":
-        captured = msamp.capture(model, optimizer, forward_backward)  # type: ignore[attr-defined]
-        return lambda: captured(ids)
+    if way == "update":
+        params = list(model.parameters())
+        gradients = [1e-3 * torch.randn(p.shape, dtype=p.dtype, device=device) for p in params]
+
+    def gradients_arrive(ids: torch.Tensor) -> torch.Tensor:
+        torch.autograd.backward(params, gradients)
+        return ids if system == "msamp" else nn.utils.clip_grad_norm_(params, 1.0)
+
+    if graph:
+        captured = msamp.capture(model, optimizer, gradients_arrive if way == "update" else forward_backward)  # type: ignore[attr-defined]
+
+        def replayed() -> Any:
+            result = captured(ids)
+            if captured.obstacle is not None:  # its steps are eager, which the row would not say
+                raise ValueError(captured.obstacle)
+            return result
+
+        return replayed
 
     def step() -> torch.Tensor:
         loss = forward_backward(ids)
@@ -114,13 +132,14 @@ def loop_step(shape: Shape, system: str, form: str, way: str, level: str, **opti
     return step
 
 
-def trainer_step(shape: Shape, level: str) -> Callable[[], Any]:
+def trainer_step(shape: Shape, level: str, fp8_min_gain: float) -> Callable[[], Any]:
     """Return a step of the trainer on a GPT of the same shape."""
     config, sequences, tokens = shape
     flags = [word for flag, name in TRAINER for word in (flag, str(config[name]))]
     groups = config.get("num_key_value_heads", config["num_attention_heads"])
     flags += ["--group-query-attention", "--num-query-groups", str(groups), "--seq-length", str(tokens), "--swiglu"]
     flags += ["--normalization", "RMSNorm", "--disable-bias-linear", "--position-embedding-type", "rope"]
+    flags += ["--fp8-min-gain", str(fp8_min_gain)]
     flags += [] if config["tie_word_embeddings"] else ["--untie-embeddings-and-output-weights"]
     options = argparse.Namespace(
         preset="1.3b", micro_batch_size=sequences, flags=" ".join(flags), vocab_size=config["vocab_size"], csv=None, commit=None
@@ -141,8 +160,11 @@ def measure(case: str, shape: str, options: argparse.Namespace) -> dict[str, Any
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     size = SHAPES[shape]
-    settings = {"fp8_min_gain": options.fp8_min_gain} if system == "msamp" else {}
-    step = trainer_step(size, options.level) if system == "trainer" else loop_step(size, system, form, way, options.level, **settings)
+    if system == "trainer":
+        step = trainer_step(size, options.level, options.fp8_min_gain)
+    else:
+        settings = {"fp8_min_gain": options.fp8_min_gain} if system == "msamp" else {}
+        step = loop_step(size, system, form, way, options.level, **settings)
     training_steps.warm_up(step, options.warm_up)
     times, _ = training_steps.synchronized_step_times(step, options.steps)
     if system == "trainer":
@@ -159,7 +181,7 @@ def main() -> int:
     flags.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1b"])
     flags.add_argument("--cases", nargs="+", default=["msamp:bf16:eager", "torch:bf16:compiled"], metavar="SYSTEM:FORM:WAY")
     flags.add_argument("--level", default="O3")
-    flags.add_argument("--fp8-min-gain", type=float, default=1.0, help="of msamp; 0: time no layers, which takes half a minute at first")
+    flags.add_argument("--fp8-min-gain", type=float, default=1.0, help="of ours; 0: time no layers, which takes half a minute at first")
     flags.add_argument("--warm-up", type=count(1), default=20, help="delayed scaling is just in time for 16 steps")
     flags.add_argument("--steps", type=count(2), default=8, help="measured steps")
     rows.add_flags(flags, "own_loop.csv")

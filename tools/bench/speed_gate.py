@@ -152,7 +152,8 @@ class Contestant:
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         words = ["--warm-up", str(options.warm_up), f"--trainer-flags={options.trainer_flags}", f"--loop-flags={options.loop_flags}"]
-        words += ["--linear-tokens", str(options.linear_tokens), "--linear-width", str(options.linear_width), "--serve", name]
+        words += ["--linear-tokens", str(options.linear_tokens), "--linear-width", str(options.linear_width)]
+        words += ["--two-lines-shape", options.two_lines_shape, "--serve", name]
         path = os.pathsep.join([str(rows.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.name = name
         self.process = subprocess.Popen(

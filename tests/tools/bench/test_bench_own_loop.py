@@ -20,7 +20,7 @@ def _toy(monkeypatch):
     process_groups.shutdown()  # the trainer's case leaves the default group
 
 
-@pytest.mark.parametrize("case", ["trainer:bf16:captured", "msamp:fp32:eager", "torch:bf16:eager"])
+@pytest.mark.parametrize("case", ["trainer:bf16:captured", "msamp:fp32:eager", "torch:bf16:eager", "msamp:bf16:update"])
 def test_a_row_of_each_system(case):
     row = bench_own_loop.measure(case, "toy", OPTIONS)
     assert tuple(row) == bench_own_loop.COLUMNS
