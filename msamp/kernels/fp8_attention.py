@@ -16,7 +16,8 @@ import torch
 
 from msamp.kernels import scalar_pool
 from msamp.kernels.reference import fp8_attention as twin
-from msamp.kernels.reference.fp8_attention import SOFTMAX_SCALE, check_heads
+from msamp.kernels.reference.attention_part import check_parts
+from msamp.kernels.reference.fp8_attention import SOFTMAX_SCALE
 
 PACKAGE = "cudnn"
 INSTALL = "pip install -e '.[cudnn]'"
@@ -128,7 +129,7 @@ def attention_forward(query, key, value, scale_invs, o_scale, softmax_scale, *, 
     """See `msamp.kernels.reference.fp8_attention`, which runs on a CPU. Also raise a ValueError if cuDNN has no kernel for the shape."""
     if not query.is_cuda:
         return twin.attention_forward(query, key, value, scale_invs, o_scale, softmax_scale, causal=causal)
-    check_heads(query, key, value, causal=causal)
+    check_parts(query, key, value, causal=causal)
     built = _forward_graph(_shape(query, key, softmax_scale, causal))
     s, b, heads, _ = query.shape
     softmax = _softmax_scales(query.device)
@@ -144,7 +145,7 @@ def attention_backward(query, key, value, o, grad_o, stats, scales, softmax_scal
     """See `msamp.kernels.reference.fp8_attention`, which runs on a CPU. Also raise a ValueError if cuDNN has no kernel for the shape."""
     if not query.is_cuda:
         return twin.attention_backward(query, key, value, o, grad_o, stats, scales, softmax_scale, causal=causal)
-    check_heads(query, key, value, causal=causal)
+    check_parts(query, key, value, causal=causal)
     built = _backward_graph(_shape(query, key, softmax_scale, causal))
     softmax = _softmax_scales(query.device)
     dq, dk, dv = (torch.empty_like(x, dtype=torch.float8_e5m2) for x in (query, key, value))

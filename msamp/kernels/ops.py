@@ -123,7 +123,7 @@ def _over_many(twin: Function, check: Callable[..., None] | None = None) -> Func
 
     Args:
         twin: the definition.
-        check: raises a ValueError for arguments of unequal lengths, before any memory is touched; a `Batch` checks its own tensors.
+        check: raises a ValueError for arguments that do not fit, before any memory is touched; a `Batch` checks its own tensors.
     """
 
     def run(tables: Tables, *args: Any, **flags: Any) -> Any:
@@ -232,8 +232,8 @@ transpose = _operator(_cast_transpose.transpose)
 unpermute = _operator(_permute.unpermute)
 weight_scales = _operator(_scale_from_amax.weight_scales)
 
-adamw = _over_many(_adamw.adamw, _adamw.check_amaxes)
-coat_adamw = _over_many(_coat_adamw.coat_adamw, _adamw.check_amaxes)
+adamw = _over_many(_adamw.adamw)
+coat_adamw = _over_many(_coat_adamw.coat_adamw)
 collage = _over_many(_collage.collage)
-grad_stats = _over_many(_grad_stats.grad_stats, _grad_stats.check_lengths)
+grad_stats = _over_many(_grad_stats.grad_stats, _grad_stats.check_devices)
 pack = _over_many(_pack.pack, _pack.check_pieces)

@@ -26,25 +26,6 @@ def features(y: torch.Tensor, kind: str) -> int:
     return y.shape[1] // 2 if kind == "swiglu" else y.shape[1]
 
 
-def check_gradient(grad_a: torch.Tensor, y: torch.Tensor, kind: str) -> None:
-    """Raise a ValueError unless `grad_a` has the shape of the output of `kind` for `y`."""
-    want = (y.shape[0], features(y, kind))
-    if tuple(grad_a.shape) != want:
-        raise ValueError(f"grad_a is {tuple(grad_a.shape)}; the gradient of {kind} of {tuple(y.shape)} must be {want}")
-
-
-def check_channels(
-    features: int, channel_scale: torch.Tensor | None, channel_amax_slot: torch.Tensor | None, *, just_in_time: bool = False
-) -> None:
-    """Raise a ValueError for tensors per channel that are not FP32 [features], and for channel scales with a just-in-time scale, which
-    would have to come from the scaled values, while a history contains amaxes of unscaled ones."""
-    for name, x in (("channel_scale", channel_scale), ("channel_amax_slot", channel_amax_slot)):
-        if x is not None and (x.dtype != torch.float32 or x.shape != (features,)):
-            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}; it must be torch.float32 ({features},), one number per channel")
-    if channel_scale is not None and just_in_time:
-        raise ValueError("channel_scale was passed without a scale; pass the scale of the cast, or leave channel_scale out")
-
-
 def _activation(y: torch.Tensor, kind: str) -> torch.Tensor:
     """Return the activation, FP32 [M, F]."""
     if kind == "swiglu":
@@ -112,10 +93,9 @@ def activate(
         [M, F] of `dtype`; scale_inv FP32, 0-dim, NaN if the result is not finite (empty with a wide `dtype`, or if a slot is given).
 
     Raises:
-        ValueError: if kind or shape is not supported, or for channel scales of another shape or with a just-in-time scale.
+        ValueError: if kind or shape is not supported.
     """
-    F = features(y, kind)
-    check_channels(F, channel_scale, channel_amax_slot, just_in_time=scale is None and dtype.itemsize == 1)
+    features(y, kind)
     a = _activation(y, kind)
     if channel_amax_slot is not None and a.shape[0]:
         channel_amax_slot.copy_(torch.maximum(channel_amax_slot, a.abs().amax(0).nan_to_num_(nan=float("inf"), posinf=float("inf"))))
@@ -161,12 +141,7 @@ def activate_backward(
         Gradient g [M, F or 2F] and its transpose [F or 2F, M], of `dtype`; scale_inv FP32, 0-dim, NaN if g is not finite;
         the transpose [F, M] of `activate`'s result, with the same codes; column sums of parts of the rows, FP32 [parts, F or 2F], for
         `sum_parts`. Results that are not requested are empty, and so is scale_inv if a slot is given.
-
-    Raises:
-        ValueError: if kind or shape is not supported.
     """
-    check_gradient(grad_a, y, kind)
-    check_channels(grad_a.shape[1], channel_scale, None)
     quantised = dtype.itemsize == 1
     g, g_t, scale_inv, sums = _store(_derivative(grad_a, y, kind), scale, amax_slot, dtype, quantised, colsum, scale_inv_slot)
     if not quantised:

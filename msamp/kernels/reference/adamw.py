@@ -155,15 +155,6 @@ def _described(x: torch.Tensor) -> str:
     return f"{x.dtype} {tuple(x.shape)} on {x.device}"
 
 
-def check_amaxes(batch: Batch, hyper: torch.Tensor, amaxes: torch.Tensor, kept: torch.Tensor, *others: Any, **flags: Any) -> None:
-    """Raise a ValueError if the tables of amaxes have too few columns for a batch. Arguments as in `adamw`, without its tables."""
-    for name, table, columns in (("amaxes", amaxes, batch.indices), ("kept", kept, batch.places)):
-        if not all(0 <= column < table.shape[1] for column in columns):
-            raise ValueError(
-                f"{name} has {table.shape[1]} columns, but the batch uses columns {min(columns)} to {max(columns)}; pass a larger table"
-            )
-
-
 def adamw(
     tables: Tables | None,
     batch: Batch,
@@ -218,12 +209,7 @@ def update_(
         amaxes: FP32 [4 or more, tensors of the batch].
         bounded: limit the step even if the moments are FP32 here, because the caller rounds them.
         The others are those of `adamw`.
-
-    Raises:
-        ValueError: for stochastic rounding of a batch without keys; nothing has changed then.
     """
-    if rounding != NEAREST:
-        check_keys(batch)
     gs = [fp32_values(g) for g in batch.grads]
     g_amax = amaxes[GRAD]
     if coefficient is not None:
@@ -261,15 +247,6 @@ def stored_amaxes(
     wanted[-1] |= not decoupled or any(isinstance(x, ScalingTensor) for x in weights)
     none = torch.zeros(len(masters), device=masters[0].device, dtype=torch.float32)
     return torch.stack([grad_stats(None, x, squares=False)[0][0] if want else none for x, want in zip(columns, wanted, strict=True)])
-
-
-def check_keys(batch: Batch) -> None:
-    """Raise a ValueError if a batch has no keys for stochastic rounding."""
-    if not batch.keys or not batch.offsets:
-        raise ValueError(
-            f"stochastic rounding of {len(batch.grads)} tensors requires a key and an offset for each; pass them "
-            "(msamp.numerics.stochastic_rounding.tensor_key), or round to nearest"
-        )
 
 
 def adam_(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from msamp.kernels.reference.amax import amax
-from msamp.kernels.reference.attention_part import by_head, over_groups
+from msamp.kernels.reference.attention_part import by_head, check_parts, over_groups
 from msamp.numerics import accumulation
 from msamp.numerics.formats import E4M3, E5M2, Format
 from msamp.numerics.quantize import quantize
@@ -36,20 +36,6 @@ class AttentionScales(NamedTuple):
     grad_o: torch.Tensor
     gradients: torch.Tensor
     dp_scale_inv: torch.Tensor
-
-
-def check_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool) -> None:
-    """Raise a ValueError unless the query is [s, b, heads, d], and key and value are both [keys, b, groups, d] with groups a divisor of
-    heads; with a causal mask, unless keys is s."""
-    s, b, heads, d = query.shape
-    length = s if causal else key.shape[0]
-    for name, x in (("key", key), ("value", value)):
-        groups = x.shape[2]
-        if x.shape != (length, b, key.shape[2], d) or not groups or heads % groups:
-            raise ValueError(
-                f"{name} is {tuple(x.shape)}; for a query of {tuple(query.shape)} it must be [{length}, {b}, groups, {d}] with groups a "
-                "divisor of the heads"
-            )
 
 
 def attention_forward(
@@ -79,7 +65,7 @@ def attention_forward(
     Raises:
         ValueError: if shapes do not match.
     """
-    check_heads(query, key, value, causal=causal)
+    check_parts(query, key, value, causal=causal)
     q, k, v = (by_head(x, query.shape[2]) for x in (query, key, value))
     scores = _scores(q, k, scale_invs, softmax_scale, causal)
     top = scores.amax(-1, keepdim=True)
@@ -117,7 +103,7 @@ def attention_backward(
     Raises:
         ValueError: if shapes do not match.
     """
-    check_heads(query, key, value, causal=causal)
+    check_parts(query, key, value, causal=causal)
     groups = key.shape[2]
     q, k, v, out, grad = (by_head(x, query.shape[2]) for x in (query, key, value, o, grad_o))
     of_q, of_k, of_v = scales.qkv

@@ -53,11 +53,8 @@ def grad_stats(
     return stats, carried(torch.stack(sums))
 
 
-def check_lengths(gs: Sequence[torch.Tensor], factors: torch.Tensor | None = None, units: Sequence[int] = (), **flags: Any) -> None:
-    """Raise a ValueError if the numbers of factors, units and gradients differ, or gradients are on several devices. Arguments as in
-    `grad_stats`, without its tables."""
-    if factors is not None and not len(gs) == factors.numel() == len(units):
-        raise ValueError(f"{len(gs)} gradients were passed with {factors.numel()} factors and {len(units)} units; pass as many of each")
+def check_devices(gs: Sequence[torch.Tensor], *others: Any, **flags: Any) -> None:
+    """Raise a ValueError if gradients are on several devices. Arguments as in `grad_stats`, without its tables."""
     if any(g.device != gs[0].device for g in gs):
         devices = sorted({str(g.device) for g in gs})
         raise ValueError(f"gradients are on {', '.join(devices)}; pass gradients of one device")

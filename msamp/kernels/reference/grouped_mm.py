@@ -8,7 +8,6 @@ from msamp.kernels.scaled_mm import SPAN, _decode
 from msamp.numerics import accumulation
 
 GROUP_ALIGNMENT = 128  # rows to which a group may be padded, so that no block of a weight gradient's sum reaches into the next group
-WIDE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Groups(NamedTuple):
@@ -22,65 +21,6 @@ class Groups(NamedTuple):
         """Return the rows [start, end) of each expert; ends beyond `rows` are moved there."""
         ends = [min(end, rows) for end in offsets.tolist()]
         return cls([0, *ends[:-1]], ends)
-
-
-def check_offsets(offsets: torch.Tensor, device: torch.device) -> None:
-    """Raise a ValueError unless `offsets` is a contiguous int32 vector on `device` with at least one expert."""
-    if offsets.dtype != torch.int32 or offsets.ndim != 1 or not offsets.numel() or not offsets.is_contiguous():
-        raise ValueError(
-            f"offsets are {offsets.dtype} {tuple(offsets.shape)}; they must be contiguous torch.int32 [experts], "
-            "the end of each expert's rows"
-        )
-    if offsets.device != device:
-        raise ValueError(f"offsets are on {offsets.device} and the operands on {device}; keep them on the same device")
-
-
-def _check_operands(
-    a: torch.Tensor, b: torch.Tensor, a_scale_inv: torch.Tensor, b_scale_inv: torch.Tensor, out_dtype: torch.dtype, experts: int
-) -> None:
-    """Raise a ValueError for what both products refuse: dtypes, and the shapes of the scales."""
-    if a.element_size() != 1 or b.element_size() != 1 or not (a.is_floating_point() and b.is_floating_point()):
-        raise ValueError(f"operands are {a.dtype} and {b.dtype}; both must be FP8: cast them first")
-    if a.dtype == b.dtype == torch.float8_e5m2:
-        raise ValueError("both operands are torch.float8_e5m2; at most one may be, cast the other to torch.float8_e4m3fn")
-    if out_dtype not in WIDE:
-        raise ValueError(f"out_dtype is {out_dtype}; choose one of {', '.join(map(str, WIDE))}")
-    scales = [("a_scale_inv", a_scale_inv, ()), ("b_scale_inv", b_scale_inv, (experts,) if experts else ())]
-    for name, scale, shape in scales:
-        if scale.dtype != torch.float32 or tuple(scale.shape) != shape:
-            raise ValueError(f"{name} is {scale.dtype} {tuple(scale.shape)}; it must be torch.float32 {shape}")
-
-
-def check_grouped(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    offsets: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    out_dtype: torch.dtype,
-) -> None:
-    """Raise a ValueError for arguments that `grouped_mm` cannot multiply."""
-    check_offsets(offsets, a.device)
-    if a.ndim != 2 or b.ndim != 3 or a.shape[1] != b.shape[2] or b.shape[0] != offsets.numel():
-        raise ValueError(
-            f"operands are {tuple(a.shape)} and {tuple(b.shape)} for {offsets.numel()} experts; they must be [rows, K] and [experts, N, K]"
-        )
-    _check_operands(a, b, a_scale_inv, b_scale_inv, out_dtype, offsets.numel())
-
-
-def check_grad_weight(
-    a_t: torch.Tensor,
-    b_t: torch.Tensor,
-    offsets: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    out_dtype: torch.dtype,
-) -> None:
-    """Raise a ValueError for arguments that `grouped_mm_grad_weight` cannot multiply."""
-    check_offsets(offsets, a_t.device)
-    if a_t.ndim != 2 or b_t.ndim != 2 or a_t.shape[1] != b_t.shape[1]:
-        raise ValueError(f"operands are {tuple(a_t.shape)} and {tuple(b_t.shape)}; they must be [N, rows] and [K, rows], transposed")
-    _check_operands(a_t, b_t, a_scale_inv, b_scale_inv, out_dtype, 0)
 
 
 def grouped_mm(
@@ -110,11 +50,7 @@ def grouped_mm(
 
     Returns:
         [M, N] of `out_dtype`; rows after the last expert's are 0.
-
-    Raises:
-        ValueError: if dtypes or shapes do not fit.
     """
-    check_grouped(a, b, offsets, a_scale_inv, b_scale_inv, out_dtype)
     out = a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
     factors = a_scale_inv * b_scale_inv
     for e, (start, end) in enumerate(zip(*Groups.of(offsets, a.shape[0]), strict=True)):
@@ -150,11 +86,7 @@ def grouped_mm_grad_weight(
 
     Returns:
         [E, N, K] of `out_dtype`; 0 for an expert without rows.
-
-    Raises:
-        ValueError: if dtypes or shapes do not fit.
     """
-    check_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype)
     out = a_t.new_zeros((offsets.numel(), a_t.shape[0], b_t.shape[0]), dtype=out_dtype)
     factor = a_scale_inv * b_scale_inv
     for e, (start, end) in enumerate(zip(*Groups.of(offsets, a_t.shape[1]), strict=True)):
@@ -192,13 +124,7 @@ def grouped_tiles(offsets: torch.Tensor, rows: int, block: int) -> torch.Tensor:
     Returns:
         int32 [4, capacity]: expert, first row and end of each tile, in order; rows after the last expert's belong to expert E. The fourth
         row contains the number of tiles. Entries after the last tile are 0. The capacity depends only on shapes (`tile_capacity`).
-
-    Raises:
-        ValueError: if offsets are not int32 [experts], or the block is not positive.
     """
-    check_offsets(offsets, offsets.device)
-    if block < 1:
-        raise ValueError(f"block is {block}; it must be at least 1 row")
     experts = offsets.numel()
     table = torch.zeros((4, tile_capacity(rows, experts, block)), dtype=torch.int32, device=offsets.device)
     starts, ends = Groups.of(offsets, rows)

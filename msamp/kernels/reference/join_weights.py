@@ -2,19 +2,10 @@
 
 import torch
 
+from msamp.kernels.reference.cast_transpose import check_rows
 from msamp.numerics.formats import of_dtype
 from msamp.numerics.quantize import quantize
 from msamp.numerics.scaling import inverse
-
-
-def check_weights(payloads: list[torch.Tensor], scale_invs: list[torch.Tensor]) -> None:
-    """Raise a ValueError unless the payloads are matrices with the same number of columns and one scale_inv each."""
-    columns = payloads[0].shape[-1]
-    if len(payloads) != len(scale_invs) or any(x.ndim != 2 or x.shape[1] != columns or x.shape[0] % 4 for x in payloads):
-        raise ValueError(
-            f"payloads are {[tuple(x.shape) for x in payloads]} with {len(scale_invs)} scale_invs; they must be matrices with equally many "
-            "columns, a multiple of 4 rows, and a scale_inv each"
-        )
 
 
 def join_weights(
@@ -41,9 +32,10 @@ def join_weights(
         The codes, [sum of N_i, K], row-major, of `dtype`; the common scale_inv, FP32 0-dim, NaN if one of them is.
 
     Raises:
-        ValueError: if the payloads have different widths, or a number of rows that is not a multiple of 4.
+        ValueError: if a payload's rows are not a multiple of 4.
     """
-    check_weights(payloads, scale_invs)
+    for payload in payloads:
+        check_rows(payload.shape[0])
     common = torch.stack(scale_invs).amax()
     stored = payloads[0].dtype == dtype
     parts = []

@@ -143,11 +143,7 @@ def normalize_backward(
         grad_x [M, N] in the dtype of `x`, the gradient of both `x` and the residual; grad_weight [parts, N] FP32 and grad_bias [parts, N]
         FP32 (empty with `rms`), each the sums of parts of the rows, for `sum_parts`; the largest magnitudes of parts of the rows of the
         stored grad_x, FP32 [parts, 1], +inf if one is not finite (empty without `maxima`).
-
-    Raises:
-        ValueError: if shapes or dtypes do not match.
     """
-    check_backward(grad_y, x, weight, grad_residual)
     grad = grad_y.float()
     normal = _deviation(x, mean, rms) * rstd[:, None]
     grad_x = grad * weight.float()
@@ -162,11 +158,3 @@ def normalize_backward(
     stored = grad_x.to(x.dtype).contiguous()
     tops = two_stage_amax(stored, Group(stored.shape[1]))[0] if maxima else grad.new_empty(0)
     return stored, normal.mul_(grad).sum(0, keepdim=True), grad_bias, tops
-
-
-def check_backward(grad_y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, grad_residual: torch.Tensor | None) -> None:
-    """Raise a ValueError for gradients that do not match `x`."""
-    check_normalize(x, None, weight, None, x.dtype, rms=False)
-    for name, grad in (("grad_y", grad_y), ("grad_residual", grad_residual)):
-        if grad is not None and grad.shape != x.shape:
-            raise ValueError(f"{name} is {tuple(grad.shape)}; it must be {tuple(x.shape)}, like x: pass the gradient of this norm")

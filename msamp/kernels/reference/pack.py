@@ -10,12 +10,13 @@ itself never exists in memory, so an average costs one byte read per rank and on
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from msamp.kernels.reference.grad_stats import PAYLOAD_UNITS, square_sum
 from msamp.kernels.tables import Tables
-from msamp.numerics.formats import E4M3, of_dtype
+from msamp.numerics.formats import of_dtype
 from msamp.numerics.quantize import cast, quantize
 
 FlatPiece = tuple[int, int, int, int]
@@ -26,35 +27,17 @@ def check_pieces(
     xs: Sequence[torch.Tensor],
     pieces: Sequence[FlatPiece],
     out: torch.Tensor,
-    factors: torch.Tensor | None,
-    *,
-    amaxes: torch.Tensor | None = None,
-    tallies: torch.Tensor | None = None,
-    unless: torch.Tensor | None = None,
+    *others: Any,
     ranks: int = 1,
-    divisor: int = 1,
+    **flags: Any,
 ) -> None:
-    """Raise a ValueError for a piece outside its tensor or `out`, or for factors, tallies or devices that do not match. Arguments as in
-    `pack`, without its tables."""
-    for name, numbers in (("factors", factors), ("amaxes", amaxes), ("factors of before", unless)):
-        if numbers is not None and numbers.numel() != len(xs):
-            raise ValueError(f"{len(xs)} tensors were passed with {numbers.numel()} {name}; pass as many of each")
-    if unless is not None and factors is None:
-        raise ValueError("unless was passed without factors to compare with; pass both")
-    if tallies is not None and (out.dtype != E4M3.dtype or tallies.shape != (len(pieces), TALLY)):
-        raise ValueError(
-            f"tallies are {list(tallies.shape)} for {len(pieces)} pieces into {out.dtype}; they must be [pieces, {TALLY}], for {E4M3.dtype}"
-        )
+    """Raise a ValueError for a piece outside its tensor or `out`, or for tensors on several devices. Arguments as in `pack`, without its
+    tables."""
     if not all(x.device == out.device for x in xs):
         raise ValueError(f"tensors are not all on {out.device}, where the buffer is; pass tensors of one device")
-    if min(ranks, divisor) < 1:
-        raise ValueError(f"ranks is {ranks} and divisor {divisor}; both must be at least 1")
-    uneven = next((x for x in xs if ranks > 1 and (x.ndim != 2 or len(x) != ranks)), None)
-    if uneven is not None:
-        raise ValueError(f"a tensor is {list(uneven.shape)}; with ranks={ranks} each must be [{ranks}, n], the payload of a rank in a row")
     sizes, room = [x.numel() // ranks for x in xs], out.numel()
     for i, first, elements, start in pieces:
-        if min(first, elements, start) < 0 or first + elements > sizes[i] or start + elements > room:
+        if first + elements > sizes[i] or start + elements > room:
             raise ValueError(
                 f"a piece of {elements} elements from {first}, written at {start}, exceeds tensor {i} of {sizes[i]} elements or the buffer "
                 f"of {room}; a gradient must have its parameter's shape"

@@ -3,23 +3,6 @@
 import torch
 
 
-def check_rows(x: torch.Tensor, index: torch.Tensor, name: str, ndim: int) -> None:
-    """Raise a ValueError unless `x` has two dimensions, and `index` is contiguous int32 with `ndim` on the same device."""
-    if x.ndim != 2:
-        raise ValueError(f"rows are {tuple(x.shape)}; they must be [rows, features]")
-    if index.dtype != torch.int32 or index.ndim != ndim or not index.is_contiguous() or index.device != x.device:
-        shape = "[rows]" if ndim == 1 else "[tokens, top-k]"
-        raise ValueError(
-            f"{name} is {index.dtype} {tuple(index.shape)} on {index.device}; it must be contiguous torch.int32 {shape} on {x.device}"
-        )
-
-
-def check_end(end: torch.Tensor | None, device: torch.device) -> None:
-    """Raise a ValueError unless `end` is None or int32 [1] on `device`."""
-    if end is not None and (end.dtype != torch.int32 or tuple(end.shape) != (1,) or end.device != device):
-        raise ValueError(f"end is {end.dtype} {tuple(end.shape)} on {end.device}; it must be torch.int32 (1,) on {device}")
-
-
 def permute(
     x: torch.Tensor, source: torch.Tensor, top_k: int, *, row: bool = False, col: bool = False, end: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,24 +20,10 @@ def permute(
 
     Returns:
         [R, N] and [N, R] of the dtype of `x`, with zeros where `source` is -1. What is not requested is empty.
-
-    Raises:
-        ValueError: if shapes or dtypes do not fit.
     """
-    check_payload(x, top_k)
-    check_rows(x, source, "source", 1)
-    check_end(end, x.device)
     codes = x.view(torch.uint8)[(source.clamp(min=0) // top_k).long()].masked_fill_((source < 0).unsqueeze(1), 0).view(x.dtype)
     nothing = x.new_empty(0)
     return codes if row else nothing, codes.view(torch.uint8).t().contiguous().view(x.dtype) if col else nothing
-
-
-def check_payload(x: torch.Tensor, top_k: int) -> None:
-    """Raise a ValueError unless `x` is FP8 and `top_k` positive."""
-    if x.element_size() != 1 or not x.is_floating_point():
-        raise ValueError(f"rows are {x.dtype}; only FP8 payloads are permuted: cast them first")
-    if top_k < 1:
-        raise ValueError(f"top_k is {top_k}; it must be at least 1")
 
 
 def unpermute(y: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -66,11 +35,7 @@ def unpermute(y: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
     Returns:
         [tokens, N] of the dtype of `y`.
-
-    Raises:
-        ValueError: if shapes or dtypes do not fit.
     """
-    check_rows(y, places, "places", 2)
     total = torch.zeros((places.shape[0], y.shape[1]), dtype=torch.float32, device=y.device)
     for choice in places.long().unbind(1):
         total += y[choice.clamp(min=0)].float().masked_fill_((choice < 0).unsqueeze(1), 0.0)

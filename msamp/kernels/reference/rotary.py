@@ -53,21 +53,6 @@ def head_width(qkv: torch.Tensor, heads: int, groups: int) -> int:
     return qkv.shape[2] // slots
 
 
-def check_gradients(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, s: int) -> None:
-    """Raise a ValueError unless dq is [s, b, heads, d] and dk and dv are [s, b, groups, d] of its dtype; each may lack the first token."""
-    rows, b, heads, d = dq.shape
-    if rows not in (s, s - 1):
-        raise ValueError(f"dq is {tuple(dq.shape)}; it must have the {s} tokens of cos and sin, or all but the first: slice the tables")
-    for name, grad in (("dk", dk), ("dv", dv)):
-        groups = grad.shape[2]
-        wrong = grad.shape != dk.shape or len(grad) not in (s, s - 1) or (grad.shape[1], grad.shape[3]) != (b, d)
-        if wrong or heads % groups or d % 2 or grad.dtype != dq.dtype:
-            raise ValueError(
-                f"{name} is {tuple(grad.shape)} of {grad.dtype}; with dq {tuple(dq.shape)} of {dq.dtype} it must be "
-                f"[{s} or {s - 1}, {b}, groups, {d}] of the same dtype, with groups a divisor of the heads and an even width"
-            )
-
-
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Return the rotated first r channels of x [.., groups, n, d] in FP32, for cos and sin as `token_tables` returns them."""
     cos, sin, half = cos[..., None, None, :].float(), sin[..., None, None, :].float(), cos.shape[-1] // 2
@@ -105,14 +90,6 @@ def rotary_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int,
         part[..., : cos.shape[1]] = _rotate(part[..., : cos.shape[1]], *tables).to(qkv.dtype)
 
 
-def check_three(scales: torch.Tensor | None, what: str) -> None:
-    """Raise a ValueError unless `scales` is None, or FP32 [3]: of queries, keys and values."""
-    if scales is not None and (tuple(scales.shape) != (3,) or scales.dtype != torch.float32):
-        raise ValueError(
-            f"{what} are {tuple(scales.shape)} of {scales.dtype}; they must be FP32 [3] for queries, keys and values: stack the three"
-        )
-
-
 def rotary_cast(
     qkv: torch.Tensor,
     cos: torch.Tensor,
@@ -145,9 +122,6 @@ def rotary_cast(
     Raises:
         ValueError: if shapes do not match.
     """
-    check_three(scales, "scales")
-    check_three(amax_slots, "amax_slots")
-    check_three(scale_inv_slots, "scale_inv_slots")
     rotated = qkv.clone(memory_format=torch.contiguous_format)
     rotary_(rotated, cos, sin, heads, groups)
     d, (s, b, _), fmt = head_width(qkv, heads, groups), qkv.shape, of_dtype(dtype)
@@ -211,11 +185,9 @@ def rotary_backward(
     """
     r, (outer, b, heads, d) = cos.shape[1], dq.shape
     s = outer if apart else cos.shape[0]
-    check_gradients(dq, dk, dv, s)
     groups = dk.shape[2]
     check_tables(cos, sin, table_rows(s, b, apart), d)
     parts = [torch.cat([part.float().new_zeros(s - len(part), *part.shape[1:]), part.float()]) for part in (dq, dk, dv)]
-    check_three(scale_invs, "scale_invs")
     if scale_invs is not None:
         parts = [part * scale_inv for part, scale_inv in zip(parts, scale_invs, strict=True)]
     if ds is not None and sink is not None:

@@ -35,11 +35,7 @@ def sum_payloads(
 
     Returns:
         [n] of `dtype`.
-
-    Raises:
-        ValueError: if `payloads` has another shape, or `own` does not match a row.
     """
-    check_payloads(payloads, own, rank)
     parts = [own if own is not None and number == rank else payload for number, payload in enumerate(payloads)]
     total = parts[0].to(torch.float32, copy=True)
     for part in parts[1:]:
@@ -47,14 +43,3 @@ def sum_payloads(
     if factor is not None:
         total *= factor
     return quantize(total, 1.0, of_dtype(dtype)) if dtype.itemsize == 1 else total.to(dtype)
-
-
-def check_payloads(payloads: torch.Tensor, own: torch.Tensor | None, rank: int) -> None:
-    """Raise a ValueError if `payloads` are not [ranks, n], or `own` cannot replace row `rank`."""
-    if payloads.ndim != 2 or not len(payloads) or not payloads.is_contiguous():
-        raise ValueError(f"payloads are {tuple(payloads.shape)}; they must be [ranks, n], contiguous, of at least one rank: stack them")
-    if own is not None and not (own.shape == payloads.shape[1:] and own.dtype == payloads.dtype and 0 <= rank < len(payloads)):
-        raise ValueError(
-            f"own is {own.dtype} {tuple(own.shape)} of rank {rank}; it must be {payloads.dtype} {tuple(payloads.shape[1:])} of a rank "
-            f"below {len(payloads)}: pass the slice that this rank did not send"
-        )

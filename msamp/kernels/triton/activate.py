@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from msamp.kernels.reference.activate import check_channels, check_gradient, features
+from msamp.kernels.reference.activate import features
 from msamp.kernels.triton.cast import _constants
 from msamp.kernels.triton.cast_transpose import (
     _higher,
@@ -191,7 +191,6 @@ def parts(M: int, kind: str) -> int:
 def activate(y, kind, scale, amax_slot, dtype, *, scale_inv_slot=None, channel_scale=None, channel_amax_slot=None):
     """See the reference twin."""
     F = features(y, kind)
-    check_channels(F, channel_scale, channel_amax_slot, just_in_time=scale is None and dtype.itemsize == 1)
     y, M = y.contiguous(), y.shape[0]
     a = torch.empty(M, F, dtype=dtype, device=y.device)
     grid = (max(1, triton.cdiv(M, TILE_M)), max(1, triton.cdiv(F, TILE_N)))
@@ -210,8 +209,6 @@ def activate_backward(
     grad_a, y, kind, a_scale_inv, a_dtype, scale, amax_slot, dtype, *, colsum=False, scale_inv_slot=None, channel_scale=None
 ):
     """See the reference twin."""
-    check_gradient(grad_a, y, kind)
-    check_channels(grad_a.shape[1], channel_scale, None)
     y, grad_a, quantised = y.contiguous(), grad_a.contiguous(), dtype.itemsize == 1
     (M, F), N, device = grad_a.shape, y.shape[1], y.device
     tile_m, tile_n, warps, tiles, stages = BACKWARD[kind]

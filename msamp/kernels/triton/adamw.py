@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from msamp.kernels.reference.adamw import Batch, check_keys
+from msamp.kernels.reference.adamw import Batch
 from msamp.kernels.reference.store import NEAREST, Rounding
 from msamp.kernels.tables import rows_of
 from msamp.kernels.triton.adamw_scalars import (
@@ -280,7 +280,6 @@ def constants_of(batch: Batch, m: int, v: int, master: int, rounding: Rounding) 
     constants = {"SR_M": rounding.m and m != 23, "SR_V": rounding.v and v != 23, "SR_P": rounding.masters and master != 23}
     if not any(constants.values()):
         return {**constants, "WIDE": False, "WHOLE": True}
-    check_keys(batch)
     ends = [offset + g.numel() for offset, g in zip(batch.offsets, batch.grads, strict=True)]
     wide, whole = max(ends, default=0) >= LANES * 2**32, not any(offset % LANES for offset in batch.offsets)
     return {**constants, "WIDE": wide, "WHOLE": whole}

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from msamp.kernels.reference.cast_transpose import check_asked, check_channel_scale, check_maxima, check_payload
+from msamp.kernels.reference.cast_transpose import check_asked
 from msamp.kernels.triton.cast import _block_amax, _constants, _fp8_code, _rounded, fp8_constants
 from msamp.kernels.triton.pack import _value
 from msamp.kernels.triton.scale_from_amax import _inverse, scale_from_amax, scale_from_maxima
@@ -245,7 +245,6 @@ def parts(M: int) -> int:
 def cast_transpose(x, scale, amax_slot, dtype, *, row=False, col=False, colsum=False, scale_inv_slot=None, maxima=None):
     """See the reference twin."""
     check_asked(row=row, col=col, colsum=colsum)
-    check_maxima(maxima, scale)
     x = x.contiguous()
     M, N = x.shape
     grid = (parts(M), max(1, -(-N // TILE_N)))
@@ -287,7 +286,6 @@ def _transpose_kernel(x, y, M, N, ALIGNED: tl.constexpr, TILE_M: tl.constexpr, T
 
 def transpose(x):
     """See the reference twin."""
-    check_payload(x)
     x = x.contiguous()
     M, N = x.shape
     y = torch.empty(N, M, dtype=x.dtype, device=x.device)
@@ -319,7 +317,6 @@ def _cast_columns_kernel(
 
 def cast_columns(x, scale, channel_scale, dtype):
     """See the reference twin."""
-    check_channel_scale(x, channel_scale)
     x = x.contiguous()
     M, N = x.shape
     y = torch.empty(M, N, dtype=dtype, device=x.device)

@@ -92,11 +92,6 @@ def _cross_entropy_of_parts_kernel(
     _write_gradient(source + row * V, logits + row * V, V, label - first, weight, largest, log_total, BLOCK, HARDWARE)
 
 
-def _check(logits: torch.Tensor) -> None:
-    if not logits.is_contiguous():
-        raise ValueError(f"logits have strides {list(logits.stride())}; they are overwritten in place and must be row-major [M, V]")
-
-
 def _block(V: int) -> int:
     return min(BLOCK, triton.next_power_of_2(V))
 
@@ -104,7 +99,6 @@ def _block(V: int) -> int:
 def cross_entropy_(logits, labels, weights):
     """See the reference twin."""
     M, V = logits.shape
-    _check(logits)
     losses = torch.empty(M, dtype=torch.float32, device=logits.device)
     if M:
         _cross_entropy_kernel[(M,)](
@@ -116,7 +110,6 @@ def cross_entropy_(logits, labels, weights):
 def softmax_parts(logits, labels, first):
     """See the reference twin."""
     M, V = logits.shape
-    _check(logits)
     parts = torch.empty(3, M, dtype=torch.float32, device=logits.device)
     if M:
         _softmax_parts_kernel[(M,)](logits, labels.contiguous(), parts, M, V, first, BLOCK=_block(V), num_warps=WARPS)
@@ -127,8 +120,6 @@ def cross_entropy_of_parts_(logits, labels, weights, parts, first, source=None):
     """See the reference twin."""
     M, V = logits.shape
     source = logits if source is None else source
-    _check(logits)
-    _check(source)
     losses = torch.empty(M, dtype=torch.float32, device=logits.device)
     if M:
         _cross_entropy_of_parts_kernel[(M,)](

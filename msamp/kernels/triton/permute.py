@@ -8,7 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from msamp.kernels.reference.permute import check_end, check_payload, check_rows
 from msamp.kernels.triton.cast import _rounded
 from msamp.kernels.triton.cast_transpose import _layouts, _put_transposed
 
@@ -75,9 +74,6 @@ def _unpermute_kernel(y, places, out, T, N, TOP_K: tl.constexpr, TOKENS: tl.cons
 
 def permute(x, source, top_k, *, row=False, col=False, end=None):
     """See the reference twin."""
-    check_payload(x, top_k)
-    check_rows(x, source, "source", 1)
-    check_end(end, x.device)
     x = x.contiguous()
     M, N = source.shape[0], x.shape[1]
     y, y_t = _layouts(M, N, row, col, x.dtype, x.device)
@@ -98,7 +94,6 @@ def permute(x, source, top_k, *, row=False, col=False, end=None):
 
 def unpermute(y, places):
     """See the reference twin."""
-    check_rows(y, places, "places", 2)
     y = y.contiguous()
     (T, top_k), N = places.shape, y.shape[1]
     out = torch.empty((T, N), dtype=y.dtype, device=y.device)

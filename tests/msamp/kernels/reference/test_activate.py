@@ -107,8 +107,6 @@ def test_what_does_not_fit_is_refused():
         activate(y, "relu", None, None, E4M3.dtype)
     with pytest.raises(ValueError, match=r"input of swiglu is \(4, 5\); it must be"):
         activate(y[:, :5], "swiglu", None, None, E4M3.dtype)
-    with pytest.raises(ValueError, match=r"grad_a is \(4, 6\); the gradient of swiglu of \(4, 6\) must be \(4, 3\)"):
-        activate_backward(y, y, "swiglu", ONE, E4M3.dtype, None, None, E5M2.dtype)
 
 
 def test_channel_scales_multiply_what_is_stored_and_not_the_amaxes():
@@ -121,11 +119,3 @@ def test_channel_scales_multiply_what_is_stored_and_not_the_amaxes():
     assert slot == maxima.max()
     a_t = activate_backward(make("normal", (64, 8)), y, "swiglu", scale_inv, E4M3.dtype, None, None, E5M2.dtype, channel_scale=by)[3]
     assert codes(a_t).equal(codes(a).t())
-
-
-def test_channel_scales_that_do_not_fit_are_refused():
-    y = torch.ones(4, 8)
-    with pytest.raises(ValueError, match="channel_scale was passed without a scale"):
-        activate(y, "swiglu", None, None, E4M3.dtype, channel_scale=torch.ones(4))
-    with pytest.raises(ValueError, match=r"channel_amax_slot is torch.float32 \(8,\); it must be torch.float32 \(4,\)"):
-        activate(y, "swiglu", ONE, None, E4M3.dtype, channel_amax_slot=torch.zeros(8))

@@ -67,28 +67,7 @@ def test_the_amax_is_that_of_the_weighted_result():
     assert slots[1] == slots[0] / 4
 
 
-@pytest.mark.parametrize(
-    ("probs", "message"),
-    [
-        (torch.ones(ROWS).bfloat16(), r"probs are torch.bfloat16 \(40,\); they must be contiguous torch.float32 \(40,\), one per row"),
-        (torch.ones(ROWS, 1), r"probs are torch.float32 \(40, 1\)"),
-    ],
-)
-def test_probabilities_that_do_not_fit(probs, message):
-    grad_a, y, _ = inputs()
-    with pytest.raises(ValueError, match=message):
-        expert_swiglu(y, probs, None, None, E4M3.dtype)
-    with pytest.raises(ValueError, match=message):
-        expert_swiglu_backward(grad_a, y, probs, torch.ones(()), E4M3.dtype, None, None, E5M2.dtype)
-
-
-def test_a_wide_gradient_is_refused():
-    grad_a, y, probs = inputs()
-    with pytest.raises(ValueError, match=r"the gradient is cast to torch\.bfloat16; the grouped GEMMs need torch\.float8_e4m3fn"):
-        expert_swiglu_backward(grad_a, y, probs, torch.ones(()), E4M3.dtype, None, None, torch.bfloat16)
-
-
 def test_rows_that_cannot_be_packed_are_refused():
     grad_a, y, probs = inputs()
-    with pytest.raises(ValueError, match="there are 39 rows; their transposes need a multiple of 4: pad the groups"):
+    with pytest.raises(ValueError, match="there are 39 rows; their transpose needs a multiple of 4: pad groups"):
         expert_swiglu_backward(grad_a[:39], y[:39], probs[:39], torch.ones(()), E4M3.dtype, None, None, E5M2.dtype)

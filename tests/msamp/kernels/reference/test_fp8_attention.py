@@ -92,11 +92,11 @@ def test_what_is_not_finite_reaches_output_and_gradients():
 
 def test_shapes_that_do_not_fit_are_refused():
     q, k, v, _ = (x.to(torch.float8_e4m3fn) for x in inputs("normal"))
-    with pytest.raises(ValueError, match=r"value is \(64, 2, 1, 32\); for a query of \(64, 2, 4, 32\)"):
+    with pytest.raises(ValueError, match=r"value \(64, 2, 1, 32\); for a query of \(64, 2, 4, 32\)"):
         attention_forward(q, k, v[:, :, :1], torch.ones(3), torch.ones(()), 1.0, causal=True)
     with pytest.raises(ValueError, match=r"key is \(64, 2, 3, 32\)"):
         attention_forward(q, q[:, :, :3], q[:, :, :3], torch.ones(3), torch.ones(()), 1.0, causal=True)
-    with pytest.raises(ValueError, match=r"key is \(32, 2, 2, 32\); .* it must be \[64, 2, groups, 32\]"):
+    with pytest.raises(ValueError, match=r"key is \(32, 2, 2, 32\), .* both must be \[64, 2, groups, 32\]"):
         attention_forward(q, k[:32], v[:32], torch.ones(3), torch.ones(()), 1.0, causal=True)
     o, stats, _ = attention_forward(q, k[:32], v[:32], torch.ones(3), torch.ones(()), 1.0, causal=False)
     assert (o.shape, stats.shape) == (q.shape, (2, 4, 64, 1))

@@ -131,34 +131,3 @@ def test_the_schedule_has_room_for_any_load():
 
 OFFSETS = torch.tensor([2, 4], dtype=torch.int32)
 A, B, ONE, ONES = torch.zeros(4, 16).to(E4M3.dtype), torch.zeros(2, 8, 16).to(E4M3.dtype), torch.ones(()), torch.ones(2)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({0: A.to(E5M2.dtype), 1: B.to(E5M2.dtype)}, "both operands are torch.float8_e5m2; at most one may be"),
-        ({0: A.float()}, "operands are torch.float32 and torch.float8_e4m3fn; both must be FP8"),
-        ({1: B[:1]}, r"operands are \(4, 16\) and \(1, 8, 16\) for 2 experts; they must be \[rows, K\] and \[experts, N, K\]"),
-        ({1: B[..., :8]}, r"operands are \(4, 16\) and \(2, 8, 8\)"),
-        ({2: OFFSETS.long()}, r"offsets are torch.int64 \(2,\); they must be contiguous torch.int32 \[experts\]"),
-        ({2: OFFSETS.to("meta")}, "offsets are on meta and the operands on cpu"),
-        ({3: ONES}, r"a_scale_inv is torch.float32 \(2,\); it must be torch.float32 \(\)"),
-        ({4: ONE}, r"b_scale_inv is torch.float32 \(\); it must be torch.float32 \(2,\)"),
-        ({5: E4M3.dtype}, "out_dtype is torch.float8_e4m3fn; choose one of torch.bfloat16"),
-    ],
-)
-def test_what_is_refused(change, message):
-    args = [A, B, OFFSETS, ONE, ONES, torch.float32]
-    for at, value in change.items():
-        args[at] = value
-    with pytest.raises(ValueError, match=message):
-        grouped_mm(*args, fast_accum=True)
-
-
-def test_what_a_weight_gradient_refuses():
-    with pytest.raises(ValueError, match=r"operands are \(4, 16\) and \(16, 4\); they must be \[N, rows\] and \[K, rows\], transposed"):
-        grouped_mm_grad_weight(A, A.t(), OFFSETS, ONE, ONE, torch.float32, fast_accum=True)
-    with pytest.raises(ValueError, match=r"b_scale_inv is torch.float32 \(2,\); it must be torch.float32 \(\)"):
-        grouped_mm_grad_weight(A, A, OFFSETS, ONE, ONES, torch.float32, fast_accum=True)
-    with pytest.raises(ValueError, match="block is 0; it must be at least 1 row"):
-        grouped_tiles(OFFSETS, 4, 0)

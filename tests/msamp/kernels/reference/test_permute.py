@@ -1,6 +1,5 @@
 """Copies of rows to experts and back, against indexing by hand."""
 
-import pytest
 import torch
 
 from helpers.numerics import codes, make
@@ -41,21 +40,3 @@ def test_a_choice_of_another_rank_adds_nothing():
 def test_there_and_back_is_top_k_times_the_token():
     y, _ = permute(X, SOURCE, 2, row=True)
     assert unpermute(y.float(), PLACES).equal(2 * X.float())
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: permute(X.float(), SOURCE, 2, row=True), "rows are torch.float32; only FP8 payloads are permuted"),
-        (lambda: permute(X, SOURCE, 0, row=True), "top_k is 0; it must be at least 1"),
-        (lambda: permute(X[0], SOURCE, 2, row=True), r"rows are \(24,\); they must be \[rows, features\]"),
-        (
-            lambda: permute(X, SOURCE.long(), 2, row=True),
-            r"source is torch.int64 \(.*\) on cpu; it must be contiguous torch.int32 \[rows\]",
-        ),
-        (lambda: unpermute(X.float(), PLACES.t()), r"places is torch.int32 \(2, 30\) on cpu; .* \[tokens, top-k\]"),
-    ],
-)
-def test_what_is_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

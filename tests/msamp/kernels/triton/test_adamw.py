@@ -192,17 +192,6 @@ def test_a_gradient_of_zero_lets_the_code_of_m_fall_as_in_the_twin(name, roundin
     assert max(kept) == 0.0 if rounding == NEAREST else max(kept) < 0.99, kept
 
 
-def test_stochastic_rounding_without_keys_is_refused(triton_device):
-    x = replace(batch(O2.states, None, triton_device, [(16,), (4, 4)]), keys=[], offsets=[])
-    numbers, flag, masters = hyper(triton_device), torch.tensor(True, device=triton_device), Rounding(masters=True)
-    before = everything(x, flag)
-    for run in (twin, kernel):
-        table, kept = amaxes_of(x, triton_device), torch.zeros(3, 2, device=triton_device)
-        with pytest.raises(ValueError, match="requires a key and an offset for each"):
-            run(Tables(torch.device(triton_device)), x, numbers, table, kept, None, flag, decoupled=True, rounding=masters)
-        assert same(everything(x, flag), before)
-
-
 SETTINGS = [
     {"decoupled": False},
     {"weight_decay": 0.0, "clip": None},

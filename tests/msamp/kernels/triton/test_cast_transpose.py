@@ -108,12 +108,6 @@ def test_the_maxima_decide_the_scale_and_the_tensor_is_not_asked(triton_device):
     assert codes(got[0]).equal(codes(want[0]))
 
 
-def test_maxima_beside_a_scale_are_refused(triton_device):
-    x, one = torch.ones(4, 8, device=triton_device), torch.ones((), device=triton_device)
-    with pytest.raises(ValueError, match="maxima and scale were both passed"):
-        kernel(x, one, None, E4M3.dtype, row=True, maxima=one)
-
-
 @each_once(fmt=FP8, dtype=DTYPES, shape=[(1, 1), (130, 65), (128, 192)])
 def test_the_transpose_alone_has_the_same_codes(fmt, dtype, shape, triton_device):
     x = make("log-normal", shape, device=triton_device).to(dtype)

@@ -102,11 +102,9 @@ def test_a_label_outside_the_vocabulary_makes_loss_and_gradient_nan(label, trito
     assert logits.isnan().all(1).tolist() == [False, True]
 
 
-def test_no_rows_and_logits_that_are_no_matrix_in_memory(triton_device):
+def test_no_rows(triton_device):
     nothing = torch.empty(0, device=triton_device)
     assert kernel(torch.empty(0, 8, device=triton_device), nothing.long(), nothing).shape == (0,)
-    with pytest.raises(ValueError, match=r"strides \[1, 4\].*row-major"):
-        kernel(torch.ones(8, 4, device=triton_device).t(), nothing.long(), nothing)
 
 
 def spread(logits: torch.Tensor, ranks: int, labels: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,8 +191,6 @@ def test_no_rows_of_a_rank(triton_device):
     assert parts.shape == (3, 0)
     empty = torch.empty(0, 8, device=triton_device)
     assert module.cross_entropy_of_parts_(empty, nothing.long(), nothing, parts[None], 0).shape == (0,)
-    with pytest.raises(ValueError, match=r"strides \[1, 4\].*row-major"):
-        module.softmax_parts(torch.ones(8, 4, device=triton_device).t(), nothing.long(), 0)
 
 
 @pytest.mark.gpu

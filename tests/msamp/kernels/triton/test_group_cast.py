@@ -69,13 +69,6 @@ def test_zeros_no_rows_and_a_transposed_input(triton_device):
     assert_same(make("normal", (40, 24), device=triton_device).t(), 16, E4M3)
 
 
-def test_what_does_not_fit_is_refused(triton_device):
-    with pytest.raises(ValueError, match="power of two"):
-        kernel("group_cast", torch.zeros(4, 12, device=triton_device), 12, E4M3.dtype)
-    with pytest.raises(ValueError, match="a cast with groups"):
-        kernel("group_decode", torch.zeros(4, device=triton_device).to(E4M3.dtype), torch.zeros(1), 16, torch.float32)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(8192, 8192), (4099, 5504)], ids=str)
 def test_large_on_the_gpu(shape):

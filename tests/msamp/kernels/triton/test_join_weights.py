@@ -56,6 +56,5 @@ def test_a_scale_that_is_nan_reaches_all(triton_device):
 
 
 def test_other_shapes_are_refused(triton_device):
-    for shapes in ([(4, 8), (4, 16)], [(6, 8)]):
-        with pytest.raises(ValueError, match="payloads"):
-            kernel(*parts(shapes, E4M3, triton_device), E4M3.dtype)
+    with pytest.raises(ValueError, match="there are 6 rows"):
+        kernel(*parts([(6, 8)], E4M3, triton_device), E4M3.dtype)

@@ -48,14 +48,6 @@ def test_rows_beyond_the_end_are_left_out(col, triton_device):
             assert codes(rows_t[:, :256].contiguous()).equal(codes(want[1]))
 
 
-@pytest.mark.parametrize("end", [torch.tensor(3), torch.tensor([1.0]), torch.tensor([1, 2], dtype=torch.int32)], ids=str)
-def test_an_end_must_be_one_integer(end):
-    x = torch.zeros((4, 16)).to(E4M3.dtype)
-    for permute in (twin.permute, kernels().permute):
-        with pytest.raises(ValueError, match=r"end is .*; it must be torch.int32 \(1,\) on cpu"):
-            permute(x, torch.zeros(4, dtype=torch.int32), 1, row=True, end=end)
-
-
 @each_once(dtype=[torch.bfloat16, torch.float32, torch.float16], shape=[(30, 24, 2), (9, 600, 1), (5, 144, 3)])
 def test_sums(dtype, shape, triton_device):
     tokens, N, top_k = shape
