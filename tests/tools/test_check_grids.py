@@ -121,8 +121,6 @@ REFUSALS = [
     ("bench.bench_kernels", "", "GPU"),
     ("bench.bench_optimizer", "--levels O9", "O9"),
     ("bench.bench_optimizer", "--levels O3+--optimizer-states+coat", "--optimizer-states"),
-    ("bench.bench_outliers", "--factor 0.5", "--factor"),
-    ("bench.bench_outliers", "--until 100", "--until"),
     ("bench.bench_step", "--steps 1", "--steps"),
     ("bench.bench_step", "--levels O9+--deterministic", "O9"),
     ("reproduce.compare_precisions", "--steps 1", "--steps"),

@@ -17,7 +17,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,10 +30,25 @@ from msamp.nn.cast_scales import CastScales
 from msamp.nn.experts import ExpertSettings, ExpertsFunction, ExpertWeights
 from msamp.numerics.recipe import O2
 from tools.bench import rows
-from tools.bench.bench_grouped import BF16, E4M3, MODELS, Layer, failure, timed
-from tools.bench.bench_kernels import columns
+from tools.bench.bench_kernels import BF16, E4M3, captured, columns, times
 
-TOP_K = {"olmoe": 8, "qwen3": 8, "mixtral": 2}
+
+class Shape(NamedTuple):
+    """A layer of SwiGLU experts, hidden -> 2 x width -> hidden, and the tokens that are sent to them."""
+
+    model: str
+    experts: int
+    top_k: int
+    hidden: int
+    width: int
+    tokens: int = 8192
+
+
+MODELS = {
+    "olmoe": Shape("OLMoE", 64, 8, 2048, 1024),
+    "qwen3": Shape("Qwen3-30B-A3B", 128, 8, 2048, 768),
+    "mixtral": Shape("Mixtral", 8, 2, 4096, 14336),
+}
 BF16_ALIGNMENT = 8  # rows of 16 bytes, which torch's grouped weight gradient requires
 FP8_ALIGNMENT = 16  # the same in FP8
 
@@ -81,18 +96,18 @@ def grouped_layer(x: Tensor, probs: Tensor, experts: Tensor, fc1: Tensor, fc2: T
 class Experts:
     """All versions of one layer on the same tokens, weights and router."""
 
-    def __init__(self, fc1: Layer, fc2: Layer, top_k: int, device: str = "cuda") -> None:
-        self.top_k, self.count = top_k, fc1.experts
-        tokens, generator = fc1.rows // top_k, torch.Generator(device=device).manual_seed(0)
+    def __init__(self, shape: Shape, device: str = "cuda") -> None:
+        self.top_k, self.count, hidden, width = shape.top_k, shape.experts, shape.hidden, shape.width
+        generator = torch.Generator(device=device).manual_seed(0)
 
         def new(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
             return torch.randn(shape, device=device, generator=generator).to(dtype)
 
-        self.x, self.grad = new(tokens, fc1.inputs).requires_grad_(), new(tokens, fc1.inputs)
-        self.router = (new(fc1.experts, fc1.inputs) / fc1.inputs**0.5).requires_grad_()
-        self.fc1 = (new(fc1.experts, fc1.outputs, fc1.inputs) / fc1.inputs**0.5).requires_grad_()
-        self.fc2 = (new(fc2.experts, fc2.outputs, fc2.inputs) / fc2.inputs**0.5).requires_grad_()
-        self.one, self.ones = torch.ones((), device=device), torch.ones(fc1.experts, device=device)
+        self.x, self.grad = new(shape.tokens, hidden).requires_grad_(), new(shape.tokens, hidden)
+        self.router = (new(self.count, hidden) / hidden**0.5).requires_grad_()
+        self.fc1 = (new(self.count, 2 * width, hidden) / hidden**0.5).requires_grad_()
+        self.fc2 = (new(self.count, hidden, width) / width**0.5).requires_grad_()
+        self.one, self.ones = torch.ones((), device=device), torch.ones(self.count, device=device)
         slot = CastScales(self.one * 16, self.one / 16, torch.zeros((), device=device))
         assert O2.gemm is not None
         self.settings = ExpertSettings(O2.gemm, *self.cast(), slot, slot, slot, slot)
@@ -157,15 +172,15 @@ def peak(run: Callable[[], Any]) -> float:
 
 def measure(name: str, repeats: int) -> Iterator[dict[str, Any]]:
     """Yield a row per case of a model; a case that fails has an error."""
-    experts = Experts(*MODELS[name], TOP_K[name])
+    experts = Experts(MODELS[name])
     for case, run in experts.cases():
-        row: dict[str, Any] = {"model": MODELS[name][0].model, "case": case}
+        row: dict[str, Any] = {"model": MODELS[name].model, "case": case}
         row |= dict.fromkeys(("us_p20", "us", "us_p80", "peak_gib", "error"), "")
         try:
             row["peak_gib"] = round(peak(run), 2)
-            row |= columns(timed(run, repeats))
+            row |= columns(rows.percentiles(times(captured(run), repeats)))
         except Exception as error:
-            row["error"] = failure(error)
+            row["error"] = rows.failure(error)
         yield row
 
 
@@ -173,7 +188,7 @@ def measure(name: str, repeats: int) -> Iterator[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append the results."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--models", nargs="*", choices=list(TOP_K), default=list(TOP_K))
+    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--repeats", type=count(2), default=15)
     rows.add_flags(parser, "experts.csv")
     options = parser.parse_args(argv)

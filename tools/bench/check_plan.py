@@ -2,8 +2,8 @@
 
     python tools/bench/check_plan.py
 
-Measurements that a rate was derived from (`derive_rates.FITTED`) are listed separately, and so are later measurements of the same runs and
-rows of trees that computed differently from today's. `docs/results/planner.md` has a summary.
+Measurements that a rate was derived from (`FITTED`) are listed separately, and so are later measurements of the same runs and rows of trees
+that computed differently from today's. `docs/results/planner.md` has a summary.
 """
 
 import functools
@@ -23,10 +23,33 @@ from megatron.lm.planning.rates import GPUS, Cluster, rates_of
 from megatron.lm.planning.time import predict
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser
-from tools.bench.derive_rates import COAT_MEMORY, FITTED, GRID, MOE, PARALLEL, STEP
 from tools.measurements import Row, read
 from tools.precisions import precision_flags
 
+STEP, GRID, PARALLEL, MOE = (f"tools/bench/results/{name}.csv" for name in ("step", "grid", "data_parallel", "moe"))
+COAT_MEMORY, TP = "tools/reproduce/results/coat_memory.csv", "O3 --tensor-model-parallel-size 2 --sequence-parallel"
+# Whole steps that a rate of `rates.csv` was derived from: file, commit, case, micro-batch.
+FITTED = (
+    (STEP, "d77a990", "O3", "4"),
+    (STEP, "d77a990", "O2", "4"),
+    (STEP, "130f7fa", "O2", "4"),
+    (STEP, "130f7fa", "O2+tensorwise", "4"),
+    (STEP, "130f7fa", "O2+blockwise", "4"),
+    (STEP, "484bfc7", "O3", "4"),
+    (STEP, "484bfc7", "O3 --save-activations coat", "4"),
+    (STEP, "fb6e7d2", "O0", "4"),
+    (STEP, "fb6e7d2", "O3", "4"),
+    (COAT_MEMORY, "de29eee", "bf16", "4"),
+    (COAT_MEMORY, "de29eee", "bf16", "8"),
+    (STEP, "2c95adf", "O0", "4"),
+    (STEP, "2c95adf", "O0", "8"),
+    (PARALLEL, "d2fde52", "O3", "4"),
+    (MOE, "757f8790", "O0, mock data", "1"),
+    (STEP, "3ce29b82", "O3", "4"),
+    (STEP, "3ce29b82", "O2", "4"),
+    (GRID, "5fa3333b", TP, "8"),
+    (GRID, "3ce29b82", f"{TP} --tp-transport nccl", "8"),
+)
 MEMORY_LIMIT, TIME_LIMIT = 3.0, 15.0  # percent
 # Trees without fused layers and without CUDA graphs of steps: their O1 to O3 ran another program.
 EARLIER = ("fb6e7d2", "ba5f0e1", "35e0ef0", "0e5ed93", "f13da06")

@@ -65,6 +65,11 @@ def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
     return cuts[1], statistics.median(times), cuts[7]
 
 
+def failure(error: Exception) -> str:
+    """Return an error in a few words, for the row of a case that failed."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:120]
+
+
 def aligned(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the rows as text under a header, with right-aligned columns."""
     lines = [columns, *([str(row[name]) for name in columns] for row in rows)]

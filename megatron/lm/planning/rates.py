@@ -1,8 +1,7 @@
 """A cluster, and the measured rates of its GPUs by name, from `rates.csv`, scaled to another GPU if there are none.
 
-A row has the GPU of the measurement, the file of the number (`source`) and the commit. `tools/bench/derive_rates.py` computes the rows from
-`tools/bench/results/`. A rate may depend on a size (`at`): between two sizes it is interpolated linearly in the logarithm of the size,
-outside it equals the nearest one.
+A row has the GPU of the measurement, the file of the number (`source`) and its commit. A rate may depend on a size (`at`): between two
+sizes it is interpolated linearly in the logarithm of the size, outside it equals the nearest one.
 """
 
 import csv

@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from tools.bench import check_plan, derive_rates, rows
-from tools.bench.derive_rates import FITTED, GRID, STEP
+from tools.bench import check_plan, rows
+from tools.bench.check_plan import FITTED, GRID, STEP
 from tools.measurements import read
 
 # Trees that used more than planned: tensor-parallel ranks up to 0.6 GiB (it is not known where), context-parallel ranks 2 to 3 GiB, and
@@ -64,24 +64,6 @@ def test_errors_are_percent_of_the_measured():
     one = check_plan.Compared(STEP, {"ms": "200", "peak_gib": "10"}, 11.0, 150.0)
     assert (round(one.memory_error or 0), one.time_error) == (10, -25.0)
     assert check_plan.Compared(STEP, {"ms": "200", "peak_gib": ""}, 11.0, 150.0).memory_error is None
-
-
-# The planner's rates are what the rows give, and a row that is missing is said.
-
-
-def test_the_file_is_what_the_rows_give(capsys):
-    assert derive_rates.main(["--check"]) == 0, capsys.readouterr().out
-
-
-def test_another_file_is_stale_and_written(tmp_path, capsys):
-    file = tmp_path / derive_rates.FILE
-    file.parent.mkdir(parents=True)
-    file.write_text("gpu\n")
-    assert derive_rates.main(["--check"], tmp_path) == 1
-    assert file.read_text() == "gpu\n"
-    assert derive_rates.main([], tmp_path) == 0
-    assert file.read_text() == derive_rates.text()
-    assert derive_rates.main(["--check"], tmp_path) == 0
 
 
 def test_rows_are_appended_under_one_header(tmp_path):

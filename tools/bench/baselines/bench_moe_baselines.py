@@ -36,7 +36,7 @@ from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count
 from tools.bench import rows
 from tools.bench.bench_experts import FP8_ALIGNMENT, GroupedMM, grouped_layer, torchao_fp8
-from tools.bench.bench_grouped import BF16, failure
+from tools.bench.bench_kernels import BF16
 from tools.bench.training_steps import synchronize
 
 CASES = {
@@ -264,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             row = measure(case, olmoe(options.layers), work, options.steps, options.data_path, torch.device("cuda"))
         except Exception as error:
             failed += 1
-            print(f"{CASES[case]}: {failure(error)}", flush=True)
+            print(f"{CASES[case]}: {rows.failure(error)}", flush=True)
         else:
             print(json.dumps(row), flush=True)
             rows.append(options.csv, [where | row])

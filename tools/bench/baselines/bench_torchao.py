@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.lm.config.presets import PRESETS, published_vocabulary
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count
-from tools.bench.bench_grouped import failure
+from tools.bench.rows import failure
 from tools.bench.training_steps import synchronized_step_times, time_columns
 
 CASES = {"bf16": None, "ao-tensorwise": "tensorwise", "ao-rowwise": "rowwise"}

@@ -269,7 +269,7 @@ def test_after_a_raise_the_trainer_captures_again_and_replays_no_graph_from_befo
 @pytest.mark.parametrize("raised", [False, True])
 @pytest.mark.parametrize("written", [False, True])
 def test_graphs_of_raised_layers_and_of_weights_that_somebody_writes_change_no_bit(raised, written):
-    """bench_outliers writes weights before every step; a capture beside such writes failed once."""
+    """A capture next to such writes failed once."""
 
     def run(mode: str) -> tuple[list[Tensor], int]:
         config = tiny.config("corpus", precision="O3", train_iters=40, cuda_graph=mode, fp8_guard=True, fp8_guard_interval=4)
