@@ -2,8 +2,8 @@
 
 Tasks: `sft` (conversations), `dpo` (preferences), and `grpo` with the reward `digits`, the share of digits in an answer, which has no data.
 The model is a transformers folder, the data as in megatron/lm/post/conversations.py; the last --valid-rows rows are held out. Prints JSON:
-the held-out loss in the layers that were trained, before and after, and of their export in BF16 and in FP32; or the mean reward of the
-first and the last ten steps of `grpo`.
+the peak memory of training, models and data included, and the held-out loss in the layers that were trained, before and after, and of their
+export in BF16 and in FP32; or the mean reward of the first and the last ten steps of `grpo`.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from megatron.lm.shell import arguments, exit_codes
 COMMON = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "gradient_checkpointing": False,
           "lr_scheduler_type": "cosine", "max_grad_norm": 1.0}  # fmt: skip
 SETTINGS = ("task", "opt_level", "dtype", "lr", "seed", "steps")
-MEASURED = ("seconds", "start_loss", "own_loss", "bf16_loss", "fp32_loss", "first_reward", "last_reward")
+MEASURED = ("seconds", "peak_gib", "start_loss", "own_loss", "bf16_loss", "fp32_loss", "first_reward", "last_reward")
 OWN: dict[str, dict[str, Any]] = {
     "sft": {},
     "dpo": {"beta": 0.1},
@@ -88,7 +88,8 @@ def digits(completions: Sequence[Any], **others: Any) -> list[float]:
 
 
 class Tuning:
-    """A task on its data. `trainer` returns TRL's trainer over a model; with a recipe, ours comes before it."""
+    """A task on its data. `trainer` returns TRL's trainer over a model; with a level, the model is converted, and ours comes before it.
+    Without one it only judges."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.trl, self.datasets = args, models.need("trl"), models.need("datasets")
@@ -96,12 +97,12 @@ class Tuning:
         self.tokenizer = models.load_tokenizer(args.load)
         rows = rows_of(args)
         cut = len(rows) if args.task == "grpo" else len(rows) - args.valid_rows
-        self.parts = {"train_dataset": rows[:cut]} | ({"eval_dataset": rows[cut:]} if rows[cut:] else {})
+        self.train, self.valid = rows[:cut], rows[cut:]
 
     def model(self, dtype: torch.dtype) -> Any:
         return models.load_model(self.args.load, "AutoModelForCausalLM", dtype, self.device)
 
-    def trainer(self, folder: str, model: Any, recipe: str | None = None, *, autocast: bool = False) -> Any:
+    def trainer(self, folder: str, model: Any, level: str | None = None, *, autocast: bool = False) -> Any:
         from msamp.integrations.transformers import Trainer
 
         args, name = self.args, self.args.task.upper()
@@ -110,16 +111,21 @@ class Tuning:
         settings |= {"per_device_train_batch_size": args.batch, "seed": args.seed, "bf16": autocast, "use_cpu": self.device == "cpu"}
         if args.task != "grpo":
             settings |= {"max_length": args.seq_length, "per_device_eval_batch_size": args.batch}
-        given: dict[str, Any] = {name: self.datasets.Dataset.from_list(rows) for name, rows in self.parts.items()}
+        parts = {"train_dataset": self.train if level else self.valid, "eval_dataset": self.valid}
+        given: dict[str, Any] = {key: self.datasets.Dataset.from_list(rows) for key, rows in parts.items() if rows}
         given |= {"args": getattr(self.trl, f"{name}Config")(folder, **settings), "processing_class": self.tokenizer}
         if args.task == "grpo":
             given["reward_funcs"] = digits
         if args.task == "dpo":  # in the layers of the policy, so that both start equal
             reference = self.model(next(model.parameters()).dtype)
-            given["ref_model"] = reference if recipe is None else models.freeze(reference, msamp.recipes.by_name(recipe))
-        if recipe is None:
+            given["ref_model"] = models.freeze(reference, msamp.recipes.by_name(level)) if level else reference
+        if level is None:
             return theirs(model, **given)
-        return type(f"{name}Trainer", (Trainer, theirs), {})(model, recipe=recipe, **given)
+        trainer = type(f"{name}Trainer", (Trainer, theirs), {})(model, **given)
+        adam = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
+        # All layers in FP8: the levels' losses are compared, not their times.
+        _, trainer.optimizer = msamp.initialize(model, adam, level, fp8_min_gain=0)
+        return trainer
 
 
 def tune(args: argparse.Namespace) -> dict[str, Any]:
@@ -130,12 +136,17 @@ def tune(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         model = tuning.model(models.DTYPES[args.dtype])
         trainer = tuning.trainer(folder, model, args.opt_level, autocast=args.dtype == "fp32")
-        trainer.create_optimizer()  # converts the model, so that the first reading is in the layers that are trained
         if args.task != "grpo":
-            row["start_loss"] = trainer.evaluate()["eval_loss"]
+            # Where the reference is prepared by accelerate already, the policy is only when training starts.
+            with torch.autocast(tuning.device, torch.bfloat16, enabled=args.dtype == "fp32"):
+                row["start_loss"] = trainer.evaluate()["eval_loss"]
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
         trainer.train()
         row["seconds"] = round(time.perf_counter() - began, 1)
+        if torch.cuda.is_available():
+            row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
         if args.task == "grpo":
             rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
             return row | {"first_reward": sum(rewards[:10]) / len(rewards[:10]), "last_reward": sum(rewards[-10:]) / len(rewards[-10:])}

@@ -2,8 +2,10 @@
 
 import csv
 import json
-from concurrent.futures import ThreadPoolExecutor
+import subprocess
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -62,8 +64,15 @@ def test_runs_on_file_are_skipped_and_none_is_forgotten(toy: Path, tmp_path: Pat
 
     monkeypatch.setattr(compare_tuning, "LEVELS", (("O0", "fp32"), ("O2", "bf16")))
     monkeypatch.setattr(compare_tuning, "RATES", {"sft": ("1e-3",)})
-    # A new process could not import torchvision (`helpers.hosts`).
-    monkeypatch.setattr(compare_tuning, "ProcessPoolExecutor", lambda at_once, context: ThreadPoolExecutor(at_once))
+    tuning, one, used = post_runs.example("trl_tuning.py"), threading.Lock(), []
+
+    def process(command: list[str], env: dict[str, str], **others: object) -> subprocess.CompletedProcess[str]:
+        used.append(env["CUDA_VISIBLE_DEVICES"])
+        with one:  # a new process could not import torchvision (`helpers.hosts`)
+            return subprocess.CompletedProcess(command, 0, json.dumps(tuning.tune(tuning.parse(command[2:]))), "")
+
+    monkeypatch.setattr(compare_tuning, "subprocess", SimpleNamespace(run=process))
+    monkeypatch.setattr(compare_tuning, "cards", lambda: ["0", "1"])
     words(toy, tmp_path, "sft")
     rows = tmp_path / "rows.csv"
     flags = [
@@ -87,6 +96,7 @@ def test_runs_on_file_are_skipped_and_none_is_forgotten(toy: Path, tmp_path: Pat
     assert [(row["opt_level"], row["dtype"]) for row in found] in ([("O0", "fp32"), ("O2", "bf16")], [("O2", "bf16"), ("O0", "fp32")])
     assert not compare_tuning.main()
     assert rows.read_text(encoding="utf-8") == first
+    assert sorted(used) == ["0", "1"]
 
 
 def test_data_is_given_where_a_task_has_some(capsys: pytest.CaptureFixture[str]):

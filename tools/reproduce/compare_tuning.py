@@ -1,4 +1,4 @@
-"""Tune a model by TRL at each level, rate and seed (`examples/trl_tuning.py`), several runs at once on one GPU; one CSV row per run.
+"""Tune a model by TRL at each level, rate and seed (`examples/trl_tuning.py`), several runs at once on each GPU; one CSV row per run.
 
     python tools/reproduce/compare_tuning.py --load smollm2 --sft alpaca_en_demo.json --dpo dpo_en_demo.json
 
@@ -7,20 +7,24 @@ come before those of the next. Runs that are on file are skipped, so the same co
 """
 
 import argparse
+import json
+import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from queue import SimpleQueue
 from typing import Any
 
 from examples import trl_tuning
 from megatron.lm.shell import arguments, exit_codes
 from tools.bench import rows
 from tools.measurements import ROOT, read
+from tools.reproduce.compare_precisions import cards
 
 LEVELS = (("O0", "bf16"), ("O0", "fp32"), ("O1", "bf16"), ("O2", "bf16"), ("O3", "bf16"))
-RATES = {"sft": ("1e-5", "5e-5"), "dpo": ("1e-6", "5e-6", "2e-5"), "grpo": ("5e-6",)}
+RATES = {"sft": ("1e-5", "5e-5"), "dpo": ("1e-6", "5e-6", "2e-5"), "grpo": ("1e-5",)}
 FLAGS = {"sft": "--batch 16 --valid-rows 99", "dpo": "--batch 8 --valid-rows 100", "grpo": "--batch 64"}
 
 
@@ -44,8 +48,18 @@ def cases(args: argparse.Namespace) -> Iterator[list[str]]:
                     yield [task, *data, *shared, "--opt-level", level, "--dtype", dtype, "--lr", rate, *FLAGS[task].split(), *args.more]
 
 
-def run(words: list[str]) -> dict[str, Any]:
-    return trl_tuning.tune(trl_tuning.parse(words))
+def run(words: list[str], free: SimpleQueue[str]) -> dict[str, Any]:
+    """Run in a process of its own, so that an error of CUDA ends with it, on a GPU of `free`."""
+    card = free.get()
+    try:
+        command = [sys.executable, str(ROOT / "examples/trl_tuning.py"), *words]
+        done = subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": card}, capture_output=True, text=True, check=False)
+    finally:
+        free.put(card)
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(words)}: {done.stderr[-600:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 @exit_codes.command
@@ -59,7 +73,7 @@ def main() -> int:
     add("--seeds", type=arguments.count(1), default=3, help="(default: %(default)s)")
     add("--steps", type=arguments.count(1), default=60, help="(default: %(default)s)")
     add("--seq-length", type=arguments.count(8), default=768, help="(default: %(default)s)")
-    add("--at-once", type=arguments.count(1), default=1, help="runs at a time (default: %(default)s)")
+    add("--at-once", type=arguments.count(1), default=1, help="runs at a time on each GPU (default: %(default)s)")
     rows.add_flags(parser, None)
     add("--more", type=shlex.split, default=[], help="further flags of the example, in quotes")
     args = parser.parse_args()
@@ -73,11 +87,14 @@ def main() -> int:
         parsed = trl_tuning.parse(words)
         if tuple(str(getattr(parsed, name)) for name in trl_tuning.SETTINGS) not in done:
             left.append(words)
-    with ProcessPoolExecutor(args.at_once, get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(run, words) for words in left]):
+    slots, free = cards() * args.at_once, SimpleQueue[str]()
+    for card in slots:
+        free.put(card)
+    with ThreadPoolExecutor(len(slots)) as pool:
+        for future in as_completed([pool.submit(run, words, free) for words in left]):
             if (error := future.exception()) is not None:
                 failed += 1
-                print(f"failed: {error!r:.300}", flush=True)
+                print(f"failed: {error}", flush=True)
                 continue
             rows.append(path, [machine | future.result()])
             print(future.result(), flush=True)
