@@ -4,13 +4,14 @@
     torchrun --nproc-per-node 4 tools/bench/bench_context.py --shapes 1x32x32768x128/8        batch x heads x tokens x channels / groups
     NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 2 tools/bench/bench_context.py --cases "ring, FP8" torch
 
-Attention is causal, and tokens are counted over all GPUs. A run is eager, forward alone or forward and backward, without projections
-and rotary embedding; FP8 attention casts its operands and has delayed scales. `torch` is `context_parallel` of
-`torch.distributed.tensor.experimental` with keys repeated for their queries, since its ring does not share them, and splits sequences
-before the first run; it runs the kernel that PyTorch prefers, or cuDNN's, which one GPU's runs and ours prefer. Times are rank 0's. MiB
-are what a rank sends per run, mean over the ranks, of ours. SQNR in dB is relative to one GPU's BF16 attention on the same inputs, the
-lowest of the ranks. Measurements are appended to --csv. A case that fails has a row too, with its error in the column `error`. A case
-whose output or gradients are further from one GPU's than its precision explains (`LEAST_SQNR`) fails: it gets no time.
+Attention is causal, and tokens are counted over all GPUs. Values have a mean of one deviation, the output's gradient of a quarter. A run
+is eager, forward alone or forward and backward, without projections and rotary embedding; FP8 attention casts its operands and has delayed
+scales. `torch` is `context_parallel` of `torch.distributed.tensor.experimental` with keys repeated for their queries, since its ring does
+not share them, and splits sequences before the first run; it runs the kernel that PyTorch prefers, or cuDNN's, which one GPU's runs and
+ours prefer. Times are rank 0's. MiB are what a rank sends per run, mean over the ranks, of ours. SQNR in dB and slope are relative to one
+GPU's BF16 attention on the same inputs, the lowest of the ranks. Measurements are appended to --csv. A case that fails has a row too, with
+its error in the column `error`. A case whose output or gradients are further from one GPU's than its precision explains (`LEAST_SQNR`)
+fails: it gets no time.
 """
 
 import contextlib
@@ -43,13 +44,14 @@ from msamp.parallel.fp8_ring_attention import FP8RingAttention
 from msamp.parallel.head_exchange import HeadExchange
 from msamp.parallel.ring_attention import RingAttention
 from tools.bench import rows
-from tools.bench.bench_attention import PASSES, Shape, flops, shape
+from tools.bench.bench_attention import MEANS, PASSES, Shape, flops, shape, slope
 from tools.bench.training_steps import link
 
 SHAPES = ("1x32x32768x128/8", "1x32x65536x128/8", "1x32x131072x128/8")
 CASES = ("ring, BF16", "ring, FP8 wire", "ring, FP8", "heads, BF16", "heads, FP8 wire", "heads, FP8", "torch", "torch, cuDNN")
 LEAST_SQNR = {"FP8": 12.0, "FP8 wire": 20.0}  # dB, by the precision of the case; own tokens alone have 9 dB at two ranks
 LEAST_SQNR_BF16 = 30.0  # of all other cases
+LOSSES = tuple(f"{what}_{name}" for what in ("sqnr", "slope") for name in ("o", "dq", "dk", "dv"))
 MIB = 2**20
 Run = Callable[..., list[Tensor]]
 
@@ -67,7 +69,10 @@ def inputs(size: Shape, device: torch.device) -> list[Tensor]:
     generator = torch.Generator(device).manual_seed(0)
     heads = (size.heads, size.groups, size.groups, size.heads)
     shapes = [(size.tokens, size.batch, n, size.channels) for n in heads]
-    return [torch.randn(s, generator=generator, device=device).bfloat16() for s in shapes]
+    tensors = [torch.randn(s, generator=generator, device=device) for s in shapes]
+    for x, mean in zip(tensors[2:], MEANS["mean"], strict=True):
+        x += mean * torch.randn(x.shape[2:], generator=generator, device=device)
+    return [x.bfloat16() for x in tensors]
 
 
 def own(x: Tensor, peers: Peers) -> Tensor:
@@ -138,16 +143,16 @@ def theirs(case: str, peers: Peers, size: Shape, tensors: Sequence[Tensor], stac
 
 
 class WrongResult(RuntimeError):
-    """A case does not compute the attention that it is compared with. `lost` are the dB of `losses`."""
+    """A case does not compute the attention that it is compared with. `lost` is of `losses`."""
 
     def __init__(self, lost: dict[str, float], least: float) -> None:
-        low = ", ".join(f"{name.removeprefix('sqnr_')} {value:g}" for name, value in lost.items() if not value >= least)
+        low = ", ".join(f"{name[5:]} {value:g}" for name, value in lost.items() if name.startswith("sqnr") and not value >= least)
         super().__init__(f"computes something else: SQNR in dB against one GPU is {low}, expected at least {least:g}; not timed")
         self.lost = lost
 
 
 def losses(case: str, run: Run, exact: Sequence[Tensor]) -> dict[str, float]:
-    """Return the SQNR in dB of output and gradients against `exact`, this rank's part of the attention on one process.
+    """Return SQNR in dB and slope of output and gradients against `exact`, this rank's part of the attention on one process.
 
     Returns:
         The lowest of all ranks; -inf if one has a non-finite value.
@@ -155,13 +160,13 @@ def losses(case: str, run: Run, exact: Sequence[Tensor]) -> dict[str, float]:
     Raises:
         WrongResult: on every rank, if one is below what the precision of the case explains.
     """
-    pairs = zip(("o", "dq", "dk", "dv"), exact, run(backward=True), strict=True)
-    lost = {f"sqnr_{name}": sqnr_db(wanted, got) for name, wanted, got in pairs}
-    lowest = torch.tensor(list(lost.values()), device=exact[0].device).nan_to_num(-math.inf, math.inf, -math.inf)
+    got = run(backward=True)
+    lost = [measure(wanted, x) for measure in (sqnr_db, slope) for wanted, x in zip(exact, got, strict=True)]
+    lowest = torch.tensor(lost, device=exact[0].device).nan_to_num(-math.inf, math.inf, -math.inf)
     dist.all_reduce(lowest, dist.ReduceOp.MIN)
-    rounded = {name: round(value, 1) for name, value in zip(lost, lowest.tolist(), strict=True)}
+    rounded = {name: round(value, 1 if name.startswith("sqnr") else 4) for name, value in zip(LOSSES, lowest.tolist(), strict=True)}
     least = LEAST_SQNR.get(case.partition(", ")[2], LEAST_SQNR_BF16)
-    if min(rounded.values()) < least:
+    if min(list(rounded.values())[:4]) < least:
         raise WrongResult(rounded, least)
     return rounded
 
@@ -215,7 +220,7 @@ def timed(
 
 def failed(case: str, error: Exception) -> dict[str, Any]:
     """Return the row of a case that failed."""
-    numbers = ("pass", "ms_p20", "ms", "ms_p80", "tflops", "sent_mib", "sqnr_o", "sqnr_dq", "sqnr_dk", "sqnr_dv")
+    numbers = ("pass", "ms_p20", "ms", "ms_p80", "tflops", "sent_mib", *LOSSES)
     lost = error.lost if isinstance(error, WrongResult) else {}
     return {"case": case} | dict.fromkeys(numbers, "") | lost | {"error": " ".join(str(error).split())[:200]}
 

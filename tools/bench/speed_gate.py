@@ -132,7 +132,7 @@ def two_lines(case: str, options: argparse.Namespace) -> tuple[Step, bool]:
     system, way = case.split()
     shape = bench_own_loop.SHAPES[options.two_lines_shape]
     settings = {"fp8_min_gain": 0} if system == "msamp" else {}  # as in TRAINER
-    return bench_own_loop.loop_step(shape, system, "bf16", way, "O3", **settings), way == "captured"
+    return bench_own_loop.loop_step(shape, system, "bf16", way, "O3", "", **settings), way == "captured"
 
 
 def linear(precision: str, options: argparse.Namespace) -> tuple[Step, bool]:

@@ -62,6 +62,7 @@ def test_every_case_of_ours_runs_and_says_what_it_loses_and_sends_in_the_columns
         assert both["ms"] > 0
         least = {"BF16": 40, "FP8": 12}[case.partition(", ")[2]]
         assert min(both[f"sqnr_{name}"] for name in ("o", "dq", "dk", "dv")) > least, case
+        assert 0.96 < min(both[f"slope_{name}"] for name in ("o", "dq", "dk", "dv")) < 1.01, case
         sent[case] = (forward["sent_mib"], both["sent_mib"])
     keys = 2 * 64 * 2 * 64 / bench_context.MIB  # bytes of a rank's keys and values, at one per element
     for name, forward, both in (("ring, BF16", 2, 6), ("heads, BF16", 3, 6)):

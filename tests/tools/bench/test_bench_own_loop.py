@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from helpers import hosts
+from helpers import dist, hosts
 from megatron.lm.processes import process_groups
 from tools.bench import bench_own_loop
 
@@ -13,21 +13,35 @@ TOY = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "num_
 OPTIONS = argparse.Namespace(level="O3", warm_up=1, steps=2, commit="abc", fp8_min_gain=0)
 
 
+bench_own_loop.SHAPES["toy"] = (bench_own_loop.LLAMA | TOY, 2, 32)
+
+
+def measured(case: str) -> dict:
+    return bench_own_loop.measure(case, "toy", OPTIONS)
+
+
 @pytest.fixture(autouse=True)
-def _toy(monkeypatch):
-    monkeypatch.setitem(bench_own_loop.SHAPES, "toy", (bench_own_loop.LLAMA | TOY, 2, 32))
+def _alone():
     yield
     process_groups.shutdown()  # the trainer's case leaves the default group
 
 
 @pytest.mark.parametrize("case", ["trainer:bf16:captured", "msamp:fp32:eager", "torch:bf16:eager", "msamp:bf16:update"])
 def test_a_row_of_each_system(case):
-    row = bench_own_loop.measure(case, "toy", OPTIONS)
+    row = measured(case)
     assert tuple(row) == bench_own_loop.COLUMNS
     assert row["ms"] > 0
     assert row["level"] == ("" if case.startswith("torch") else "O3")
 
 
-def test_an_unknown_case_is_refused():
-    with pytest.raises(ValueError, match="jax"):
-        bench_own_loop.measure("jax:bf16:eager", "toy", OPTIONS)
+@pytest.mark.parametrize("case", ["jax:bf16:eager", "msamp:bf16:eager:zero"])
+def test_an_unknown_case_and_parallelism_on_one_process_are_refused(case):
+    with pytest.raises(ValueError, match=case):
+        measured(case)
+
+
+@pytest.mark.parametrize("case", ["msamp:bf16:captured:zero", "msamp:bf16:eager:fsdp", "torch:bf16:eager:ddp"])
+def test_both_of_two_processes_have_the_row_of_the_slower(case):
+    row, other = dist.run(measured, 2, case)
+    assert row == other
+    assert (row["gpus"], row["parallel"]) == (2, case.rpartition(":")[2])
