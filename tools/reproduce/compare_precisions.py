@@ -12,10 +12,10 @@ the first seed of each precision, then the second. --no-speed skips the short ru
 
     ... --precisions bf16 O2 --seeds bf16=8 O2=8 --steps 1000 --flags "--min-lr 0" --at-once 4 --no-speed
 
-With --processes N each run is N data-parallel processes on as many GPUs: what FP8 sums and FP8 accumulation cost, in one table:
+With --processes N each run is N processes on as many GPUs, data-parallel unless --flags, which BF16 gets too, say otherwise:
 
     ... --processes 2 --precisions bf16 "O3 --micro-batch-size 8" "O3 --micro-batch-size 8 --grad-exchange nccl"
-    ... --processes 2 --precisions bf16 "O3 --micro-batch-size 1" --flags "--seq-length 512 --global-batch-size 16" --no-speed
+    ... --processes 2 --precisions bf16 O3 --flags "--tensor-model-parallel-size 2 --sequence-parallel" --no-speed
 
 Pairs of seeds as time permits, added to those on file (--seconds: no run starts that would end later than the longest one took; call again
 with another --out on another machine, and copy its two files over those on file):
@@ -66,7 +66,7 @@ COLUMNS = ("precision", "seeds", "valid_loss", "least", "most", "against_bf16", 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training run: precision with flags, seed, steps, its folder in --out, and its data-parallel processes."""
+    """One training run: precision with flags, seed, steps, its folder in --out, and its processes."""
 
     precision: str
     seed: int
@@ -236,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--speed-steps", type=count(4), default=SPEED_STEPS, help="steps of the short runs with --at-once")
     parser.add_argument("--no-speed", action="store_true", help="no short runs with --at-once: leave the speed empty")
     parser.add_argument("--at-once", type=count(1), default=1, help="trainings that share a GPU (default: %(default)s)")
-    parser.add_argument("--processes", type=count(1), default=1, help="data-parallel processes of each run (default: %(default)s)")
+    parser.add_argument("--processes", type=count(1), default=1, help="processes of each run (default: %(default)s)")
     parser.add_argument("--seconds", type=count(1), help="of this call, for all runs")
     parser.add_argument("--on-file", type=path, help="folder with precisions.csv and curves.csv, whose runs are complete")
     parser.add_argument("--flags", default="", help="more flags of msamp pretrain, for every run")

@@ -258,7 +258,7 @@ def two_gpus() -> dict:
 @pytest.mark.multi_gpu
 def test_two_gpus():
     """fp32-sum as on one process, to the bit; NCCL's sum within the rounding of its one hop, and the same on both ranks."""
-    ranks = dist.run(two_gpus, 2, init=False)
+    ranks = dist.run(two_gpus, 2, init=False, timeout=400)
     for name, form, kind, shard in ranks[0]:
         key, fmt = (name, form, kind, shard), by_name(form)
         if name == "NCCLWire" and not shard:

@@ -416,7 +416,7 @@ def on_two_gpus(level: str, folder: str) -> dict[str, Any]:
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("level", ["O2", "coat"])
 def test_a_graph_has_the_losses_of_eager_steps_on_two_gpus(level, tmp_path):
-    for found in dist.run(on_two_gpus, 2, level, str(tmp_path), init=False):
+    for found in dist.run(on_two_gpus, 2, level, str(tmp_path), init=False, timeout=400):
         assert found["losses"] == found["eager"]
         assert min(found["captured"]) >= 1
         assert found["two processes"] == [True, True]

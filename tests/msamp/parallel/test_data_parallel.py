@@ -125,7 +125,7 @@ def test_two_processes_train_the_same_with_and_without_zero():
 
 @pytest.mark.multi_gpu
 def test_two_gpus_with_overlap_train_the_same_with_and_without_zero():
-    check_levels(dist.run(each_level_on_gpus, 2, init=False))
+    check_levels(dist.run(each_level_on_gpus, 2, init=False, timeout=400))
 
 
 # ------------------------------------------------------------------------------------------------------------------- buckets

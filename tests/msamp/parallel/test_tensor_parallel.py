@@ -308,7 +308,7 @@ def two_gpus() -> dict[Case, list[dict[str, Any]]]:
 
 @pytest.mark.multi_gpu
 def test_two_gpus_do_what_one_does_without_a_host_sync():
-    found = dist.run(two_gpus, 2, init=False)
+    found = dist.run(two_gpus, 2, init=False, timeout=400)
     for case in CASES:
         one = OneProcess(case, 2, "cuda")
         for step in range(STEPS):
