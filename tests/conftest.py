@@ -164,7 +164,7 @@ def triton_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 @pytest.fixture(autouse=True)
 def registries() -> Iterator[None]:
     """What a test registers in this process is known to no other test."""
-    tables: list[dict[str, Any]] = [recipe._TABLE, updates.registry._KNOWN, exchange._EXCHANGES]
+    tables: list[dict[str, Any]] = [recipe._TABLE, updates._KNOWN, exchange._EXCHANGES]
     before = [dict(table) for table in tables]
     yield
     for table, known in zip(tables, before, strict=True):

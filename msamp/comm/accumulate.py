@@ -114,15 +114,13 @@ def accumulator(name: str, fmt: Format, draws: Draws | None = None) -> Accumulat
             gradients that are small compared with the sum. "fp8-sr" rounds stochastically, which is unbiased. For a gradient without a
             scale (FP32, BF16), these two and "bf16" use its own dtype; "fp32" is FP32 for every gradient.
         fmt: the parameter's gradient format.
-        draws: the random words of "fp8-sr", which requires them.
+        draws: the random words of "fp8-sr".
 
     Raises:
-        ValueError: if the name is unknown, or "fp8-sr" was requested without `draws`.
+        ValueError: if the name is unknown.
     """
     if name not in ACCUMULATORS:
         raise ValueError(f"gradient accumulation {name!r} is unknown; choose one of {', '.join(ACCUMULATORS)}")
-    if name == "fp8-sr" and draws is None:
-        raise ValueError("gradient accumulation 'fp8-sr' requires draws; pass Draws(key, device), or choose fp8")
     if name == "fp32":
         return Plain(torch.float32)
     if not fmt.scaled:

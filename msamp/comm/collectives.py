@@ -145,29 +145,27 @@ class Peers(WithGroup):
 
         return Pending(self, flat, self.run(run, what), what)
 
-    def start_ring(self, own: torch.Tensor, what: str, kind: str, label: str, async_op: bool = True) -> "Pending":
+    def start_ring(self, own: torch.Tensor, what: str, kind: str, label: str) -> "Pending":
         """Start to send `own`, the same size on every rank, to the next rank; its result, in the same shape, is the previous rank's. The
         last rank's next is the first."""
         if self.ranks == 1:
             return Pending(self, own)
-        return self.start_shift(own, torch.empty_like(own, memory_format=torch.contiguous_format), 1, what, kind, label, async_op)
+        return self.start_shift(own, torch.empty_like(own, memory_format=torch.contiguous_format), 1, what, kind, label)
 
-    def start_shift(
-        self, own: torch.Tensor, received: torch.Tensor, distance: int, what: str, kind: str, label: str, async_op: bool = True
-    ) -> "Pending":
+    def start_shift(self, own: torch.Tensor, received: torch.Tensor, distance: int, what: str, kind: str, label: str) -> "Pending":
         """Start to send `own` to the rank `distance` after this one, the first following the last, while every rank does the same.
 
         Args:
             own: any size; ranks may send differently much.
             received: contiguous, the result, in size and dtype of what the rank `distance` before this one sends.
             distance: 1 to ranks - 1, or negative: the rank before this one, and so on.
-            what, kind, label, async_op: as for the other collectives.
+            what, kind, label: as for the other collectives.
         """
         to, source = [0] * self.ranks, [0] * self.ranks
         to[(self.rank + distance) % self.ranks], source[(self.rank - distance) % self.ranks] = own.nbytes, received.nbytes
         whole, own_bytes = as_bytes(received.view(-1)), as_bytes(own.contiguous().view(-1))
         what = f"ring of {what}"
-        work = self.run(lambda: dist.all_to_all_single(whole, own_bytes, source, to, self.group, async_op), what)
+        work = self.run(lambda: dist.all_to_all_single(whole, own_bytes, source, to, self.group, True), what)
         self.sent.add(kind, label, own.nbytes)
         return Pending(self, received, work, what)
 
@@ -274,12 +272,7 @@ class OtherRanks:
         peers: the ranks, a subset of those that see different tokens; a single one averages nothing.
         params: the parameters, which share no bucket with others.
         weight: factor of the average, C / D.
-
-    Raises:
-        ValueError: if the weight is not positive.
     """
 
     def __init__(self, peers: Peers, params: Iterable[torch.Tensor], weight: float) -> None:
-        if not weight > 0:
-            raise ValueError(f"the weight of an average is {weight}; it must be positive: pass copies over data-parallel ranks")
         self.peers, self.params, self.weight = peers, frozenset(params), weight

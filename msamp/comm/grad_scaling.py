@@ -129,11 +129,7 @@ def next_mu(mu: torch.Tensor, exceeded: torch.Tensor, ranks: int, rule: str = "h
 
     Returns:
         FP64 [n].
-
-    Raises:
-        ValueError: if the rule is unknown.
     """
-    check_mu_rule(rule)
     lowered = (mu / 2).clamp(min=1 / (4 * ranks)) if rule == "halve" else torch.full_like(mu, 0.5)
     return torch.where(exceeded, lowered, (mu * GROWTH).clamp(max=MU_MAX))
 

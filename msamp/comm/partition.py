@@ -85,14 +85,8 @@ def partition(
         limit: largest acceptable padding; `math.inf` keeps every tensor whole.
         carried: elements that the ranks already have, [ranks]: among equal loads, a piece goes to the rank with the fewest.
         whole: numbers of tensors that must not be cut.
-
-    Raises:
-        ValueError: `ranks` below 1, `limit` not above 0, or `carried` without exactly one entry per rank.
     """
-    _check(ranks, limit=limit)
     carried = [0] * ranks if carried is None else carried
-    if len(carried) != ranks:
-        raise ValueError(f"carried has {len(carried)} entries for {ranks} ranks: pass one number of elements per rank, or None")
     rows = [shape[0] if shape else 1 for shape in shapes]
     widths = [math.prod(shape[1:]) for shape in shapes]
     sizes = [height * width for height, width in zip(rows, widths, strict=True)]
@@ -144,15 +138,7 @@ def plan_buckets(
         shapes: of the tensors, in the order in which backward produces their gradients.
         kinds: one per tensor, such as its wire format; tensors of different kinds never share a bucket.
         whole: numbers of tensors that must not be cut, whatever padding results.
-
-    Raises:
-        ValueError: `ranks` or `bucket_elements` below 1, a limit not above 0, or `kinds` without exactly one entry per tensor.
     """
-    _check(ranks, bucket_limit=bucket_limit, limit=limit)
-    if bucket_elements < 1:
-        raise ValueError(f"bucket_elements is {bucket_elements}; it must be at least 1: pass the elements per bucket")
-    if len(kinds) != len(shapes):
-        raise ValueError(f"{len(kinds)} kinds for {len(shapes)} shapes: pass one kind per tensor")
     buckets = _buckets([math.prod(shape) for shape in shapes], kinds, bucket_elements)
     plan = _plan(shapes, buckets, ranks, bucket_limit, whole)
     while plan.padding > limit and bucket_limit > limit:
@@ -165,16 +151,6 @@ def numbered(bucket: BucketPlan, numbers: Sequence[int]) -> BucketPlan:
     """Return a bucket of a plan over some tensors of a longer list, with their `numbers` in that list."""
     pieces = tuple(piece._replace(tensor=numbers[piece.tensor]) for piece in bucket.pieces)
     return BucketPlan(tuple(numbers[i] for i in bucket.tensors), pieces)
-
-
-def _check(ranks: int, **limits: float) -> None:
-    if ranks < 1:
-        raise ValueError(f"ranks is {ranks}; it must be at least 1: pass the number of ranks that share the tensors")
-    for name, limit in limits.items():
-        if not limit > 0:
-            raise ValueError(
-                f"{name} is {limit}; it must be above 0: pass the largest acceptable padding as a share of the mean, such as 0.05"
-            )
 
 
 def _greedy(rows: Sequence[int], widths: Sequence[int], counts: Sequence[int], carried: Sequence[int]) -> Partition:

@@ -78,13 +78,7 @@ def try_take(device: torch.device) -> torch.Tensor | None:
 
 
 def take(device: torch.device, size: int | None = None) -> torch.Tensor:
-    """Return zeros, FP32 [size], 0-dim for None, from the pool, or newly allocated if `try_take` returns None.
-
-    Raises:
-        ValueError: if `size` is not 1 to 4.
-    """
-    if size is not None and not 1 <= size <= ALIGNED:
-        raise ValueError(f"size is {size}; it must be in [1, {ALIGNED}], the values that are contiguous")
+    """Return zeros, FP32 [size] with a size of 1 to 4, 0-dim for None, from the pool, or newly allocated if `try_take` returns None."""
     pool = _here(device)
     if pool is not None:
         return pool.take(size)

@@ -77,15 +77,24 @@ def check_buffers(state: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.
             power of two although the rule requires it, or a scale_inv that is not the inverse of its scale.
     """
     for name, x in state.items():
-        if x.dtype != dtypes[name]:
-            raise ValueError(f"{name} is {x.dtype}; it must be {dtypes[name]}")
-        low, high = (2.0**-MAX_EXPONENT, 2.0**MAX_EXPONENT) if name in ("scale", "scale_inv") else (0.0, FP32.max)
-        wrong = x[~((x >= low) & (x <= high))]
-        if len(wrong):
-            raise ValueError(f"{name} contains {float(wrong[0]):g}; it must be in [{low:g}, {high:g}]")
+        check_range(name, x, dtypes[name], *((2.0**-MAX_EXPONENT, 2.0**MAX_EXPONENT) if name.startswith("scale") else (0.0, FP32.max)))
     scale, by_powers = state["scale"], [isinstance(cast.scaling, Current | Delayed) for cast in casts]
-    odd = scale[torch.tensor(by_powers, device=scale.device) & (torch.frexp(scale).mantissa != 0.5)]
-    if len(odd):
-        raise ValueError(f"scale contains {float(odd[0]):g}; it must be a power of two")
+    check_powers(scale[torch.tensor(by_powers, device=scale.device)])
     if ((state["scale_inv"] * scale - 1).abs() > 2.0**-20).any():
         raise ValueError(f"scale_inv is {state['scale_inv'].tolist()}; it must be the inverse of scale, {scale.tolist()}")
+
+
+def check_range(name: str, x: torch.Tensor, dtype: torch.dtype, low: float, high: float) -> None:
+    """Raise a ValueError naming a saved buffer of another dtype, or with a value that is not in [low, high]."""
+    if x.dtype != dtype:
+        raise ValueError(f"{name} is {x.dtype}; it must be {dtype}")
+    wrong = x[~((x >= low) & (x <= high))]
+    if len(wrong):
+        raise ValueError(f"{name} contains {float(wrong[0]):g}; it must be in [{low:g}, {high:g}]")
+
+
+def check_powers(scale: torch.Tensor) -> None:
+    """Raise a ValueError for a saved scale that is not a power of two."""
+    odd = scale[torch.frexp(scale).mantissa != 0.5]
+    if len(odd):
+        raise ValueError(f"scale contains {float(odd[0]):g}; it must be a power of two")

@@ -47,6 +47,7 @@ import torch.distributed as dist
 from torch import nn
 
 from msamp.kernels import ops
+from msamp.nn.cast_checks import check_powers, check_range
 from msamp.nn.cast_scales import CastScales
 from msamp.numerics.formats import FP32
 from msamp.numerics.scaling import scale_from_amax
@@ -87,7 +88,19 @@ class ChannelSlots(NamedTuple):
         return x * self.scale, slot._replace(amax=None)
 
 
-class ChannelScales(nn.Module):
+class KeepsDtypes(nn.Module):
+    """A module whose buffers move with the model, but keep their dtype under `model.bfloat16()`."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        def keep_dtype(x: torch.Tensor) -> torch.Tensor:
+            moved = fn(x)
+            return moved if moved.dtype == x.dtype else x.to(moved.device)
+
+        super()._apply(keep_dtype, recurse)
+        return self
+
+
+class ChannelScales(KeepsDtypes):
     """The scales of the channels of one layer's input, a part of its `LinearScaling`.
 
     Buffers (FP32 [features], saved with the model): `amax` of the current step, `peak` and `scale` as the module's docstring defines them.
@@ -127,23 +140,8 @@ class ChannelScales(nn.Module):
     def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Raise a ValueError naming the first saved buffer that no run can have written: a wrong dtype, or a value out of range."""
         for name, x in state.items():
-            if x.dtype != torch.float32:
-                raise ValueError(f"{name} is {x.dtype}; it must be torch.float32")
-            low, high = (1.0, MOST) if name == "scale" else (0.0, FP32.max)
-            wrong = x[~((x >= low) & (x <= high))]
-            if len(wrong):
-                raise ValueError(f"{name} contains {float(wrong[0]):g}; it must be in [{low:g}, {high:g}]")
-        odd = state["scale"][torch.frexp(state["scale"]).mantissa != 0.5]
-        if len(odd):
-            raise ValueError(f"scale contains {float(odd[0]):g}; it must be a power of two")
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        def keep_dtype(x: torch.Tensor) -> torch.Tensor:  # as `TensorScales` does under model.bfloat16()
-            moved = fn(x)
-            return moved if moved.dtype == x.dtype else x.to(moved.device)
-
-        super()._apply(keep_dtype, recurse)
-        return self
+            check_range(name, x, torch.float32, *((1.0, MOST) if name == "scale" else (0.0, FP32.max)))
+        check_powers(state["scale"])
 
     def extra_repr(self) -> str:
         return f"{self.features} channels"

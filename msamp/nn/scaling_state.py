@@ -13,7 +13,7 @@ from msamp.kernels import ops
 from msamp.kernels.scalar_pool import aligned
 from msamp.nn.cast_checks import check_buffers, check_device, check_gemm, check_smooth, wire_cast
 from msamp.nn.cast_scales import CastScales, RowGroups, Watch, both, own_rule, scales_of_weights
-from msamp.nn.channel_scales import AllChannels, ChannelScales, ChannelSlots, ChannelsOfRow
+from msamp.nn.channel_scales import AllChannels, ChannelScales, ChannelSlots, ChannelsOfRow, KeepsDtypes
 from msamp.numerics.formats import Format
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.recipe import Cast, Gemms
@@ -24,7 +24,7 @@ INPUT, GRAD_OUTPUT, WIRE = 0, 1, 2  # rows of a layer's buffers
 PRODUCTS = ("output", "grad_input", "grad_weight")  # of a linear layer, as `Gemms` names them
 
 
-class TensorScales(nn.Module):
+class TensorScales(KeepsDtypes):
     """The scales of some tensors of one layer, one row per tensor.
 
     Buffers (FP32, saved with the model): `amax` [rows] of the current step, `history` [rows, window], `scale` and `scale_inv` [rows], and
@@ -143,15 +143,6 @@ class TensorScales(nn.Module):
         if not torch.allclose(self.scale * self.scale_inv, torch.ones_like(self.scale), rtol=2.0**-20, atol=0.0):
             self.seen.zero_()  # an averaged state: the mean of inverses is not the inverse of the mean
         self._count(int(self.seen))
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        # model.bfloat16() must move these buffers with the model but keep their dtype.
-        def keep_dtype(x: torch.Tensor) -> torch.Tensor:
-            moved = fn(x)
-            return moved if moved.dtype == x.dtype else x.to(moved.device)
-
-        super()._apply(keep_dtype, recurse)
-        return self
 
 
 class LinearScaling(TensorScales):

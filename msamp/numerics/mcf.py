@@ -49,8 +49,6 @@ def two_product(a: Tensor, b: Tensor) -> Pair:
     enough). The product of two BF16 numbers has 16 significant bits, so FP32 represents it exactly, and also its difference from x, which
     is what an FMA would return.
     """
-    _check_bf16(a)
-    _check_bf16(b)
     x = a * b
     return x, (a.float() * b.float() - x.float()).bfloat16()
 
@@ -129,8 +127,3 @@ def _exponent(x: Tensor) -> Tensor:
 def _power(biased: Tensor) -> Tensor:
     """FP32 powers of two with these biased exponents; 135 is the exponent of 256."""
     return (biased << 23).view(torch.float32)
-
-
-def _check_bf16(x: Tensor) -> None:
-    if x.dtype is not bfloat16:
-        raise ValueError(f"a factor is {x.dtype}; products of pairs require torch.bfloat16: cast it first")

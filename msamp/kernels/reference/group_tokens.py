@@ -26,8 +26,6 @@ def group_tokens(experts: torch.Tensor, count: int, alignment: int) -> tuple[tor
     """
     if experts.ndim != 2 or experts.is_floating_point() or experts.dtype == torch.bool:
         raise ValueError(f"experts are {experts.dtype} {tuple(experts.shape)}; they must be integers [tokens, top-k]")
-    if count < 1 or alignment < 1:
-        raise ValueError(f"there are {count} experts with groups aligned to {alignment} rows; both must be at least 1")
     tokens, top_k = experts.shape
     device = experts.device
     by_expert, order = experts.reshape(-1).to(torch.int64).sort(stable=True)

@@ -377,8 +377,6 @@ def _multiply_grad_weight(
 
 def grouped_tiles(offsets, rows, block):
     """See the reference twin."""
-    if block < 1:
-        raise ValueError(f"block is {block}; it must be at least 1 row")
     experts = offsets.numel()
     capacity = tile_capacity(rows, experts, block)
     table = torch.empty((4, capacity), dtype=torch.int32, device=offsets.device)

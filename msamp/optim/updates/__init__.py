@@ -20,17 +20,16 @@ these amaxes, combines them over ranks, and passes them to `run` as rows of one 
 `kept` in order, then the master's.
 """
 
-from msamp.optim.updates.registry import (
-    by_name,
-    expected_states,
-    kept_states,
-    own_keys,
-    register,
-    remainders,
-    take_options,
-    update_of,
-    updates_of,
-)
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from msamp.kernels.reference.collage import VARIANTS
+from msamp.numerics.formats import Format
+from msamp.optim.states import Expected, expected_moment, weight_format
+from msamp.optim.updates.adamw import MOMENTS, AdamW, collage_update
+from msamp.optim.updates.momentum import MOMENTUM, SGD, Muon
 from msamp.optim.updates.update import (
     MASTER,
     WEIGHT,
@@ -49,3 +48,92 @@ __all__ = [
     "format_names", "formats_of", "kept_states", "named_formats", "own_keys", "register", "remainders", "take_options", "update_of",
     "updates_of",
 ]  # fmt: skip
+
+_KNOWN: dict[str, Update] = {
+    "fp32": AdamW("fp32", (MASTER, *MOMENTS), kept=("exp_avg", "exp_avg_sq")),
+    "sgd": SGD("sgd", (MASTER,)),
+    "sgd-momentum": SGD("sgd-momentum", (MASTER, MOMENTUM), kept=(MOMENTUM.key,)),
+    "muon": Muon("muon", (MASTER, MOMENTUM), kept=(MOMENTUM.key,), whole=True),
+    **{name: collage_update(name) for name, variant in VARIANTS.items() if variant.dtype is torch.bfloat16},
+}
+
+
+def by_name(name: str) -> Update:
+    """Return the update that `StateFormats.update` names.
+
+    Raises:
+        ValueError: if the name is unknown; lists the known names.
+    """
+    if name not in _KNOWN:
+        raise ValueError(f"update {name!r} is unknown; choose one of {', '.join(_KNOWN)}, or register it (msamp.optim.updates.register)")
+    return _KNOWN[name]
+
+
+def update_of(formats: Formats) -> Update:
+    """Return the update that the formats name."""
+    return by_name(formats["update"])
+
+
+def kept_states(p: torch.Tensor, formats: Formats) -> Iterator[tuple[State, Format]]:
+    """Yield the states that the optimizer stores for a parameter, with their formats."""
+    for state in update_of(formats).states:
+        fmt = state.format_beside(weight_format(p), formats)
+        if fmt is not None:
+            yield state, fmt
+
+
+def expected_states(p: torch.Tensor, formats: Formats, shape: torch.Size) -> dict[str, Expected]:
+    """Return the requirements on the saved states of a parameter, or of its rows in `shape`, by key."""
+    expected = {"step": Expected(torch.empty((), device="meta", dtype=torch.float32), least=0.0)}
+    for state, fmt in kept_states(p, formats):
+        expected |= expected_moment(state.key, fmt, shape, non_negative=state.non_negative)
+    return expected
+
+
+def updates_of(group: Mapping[str, Any]) -> list[Update]:
+    """Return the updates of a parameter group, without duplicates."""
+    given = group["formats"]
+    return [by_name(name) for name in dict.fromkeys(formats["update"] for formats in (given if isinstance(given, list) else [given]))]
+
+
+def take_options(param_group: dict[str, Any], defaults: Mapping[str, Any]) -> set[str]:
+    """Add the missing options of its updates to a new parameter group: the optimizer's defaults if its update has the same options,
+    otherwise the update's own defaults.
+
+    Returns:
+        The options in the optimizer's defaults that no update of the group accepts.
+
+    Raises:
+        ValueError: if a number is out of range, or the group has an option that none of its updates accepts.
+    """
+    chosen, usual = updates_of(param_group), by_name(defaults["formats"].update).options().keys()
+    foreign = usual - {name for update in chosen for name in update.options()}
+    if foreign & param_group.keys():
+        names, given = ", ".join(update.name for update in chosen), ", ".join(sorted(foreign & param_group.keys()))
+        raise ValueError(f"a parameter group with update {names} has {given}, which this update does not accept; remove it")
+    for update in chosen:
+        for name, default in update.options().items():
+            param_group.setdefault(name, defaults[name] if update.options().keys() == usual else default)
+        update.check_numbers({**defaults, **param_group})
+    return foreign
+
+
+def register(update: Update) -> Update:
+    """Register an update under its name in this process, and return it. Registering an equal update again has no effect.
+
+    Raises:
+        ValueError: if another update has that name.
+    """
+    if _KNOWN.get(update.name, update) != update:
+        raise ValueError(f"another update is registered as {update.name!r}; choose a name other than {', '.join(_KNOWN)}")
+    return _KNOWN.setdefault(update.name, update)
+
+
+def own_keys() -> set[str]:
+    """Return the state keys of all known updates, without masters and remainders, which depend on the weight."""
+    return {state.key for update in _KNOWN.values() for state in update.states if state.remainder_of is None and not state.copy}
+
+
+def remainders() -> dict[str, str]:
+    """Map the key of each second component of a pair, in any known update, to the key of its first, or `WEIGHT`."""
+    return {state.key: state.remainder_of for update in _KNOWN.values() for state in update.states if state.remainder_of is not None}

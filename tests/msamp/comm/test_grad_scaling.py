@@ -12,7 +12,6 @@ from msamp.comm.grad_scaling import (
     NOT_FINITE,
     AutoScale,
     check_grad_scaling,
-    next_mu,
     propose_scales,
 )
 from msamp.numerics.formats import E4M3, E5M2, FP16
@@ -129,8 +128,6 @@ def test_1200_steps_with_planted_overflow_follow_the_trace_by_hand(rule, device)
 def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="'double' is unknown; choose one of halve, paper"):
         AutoScale([1], 1, "double")
-    with pytest.raises(ValueError, match="'double' is unknown; choose one of halve, paper"):
-        next_mu(torch.ones(1), torch.tensor([False]), 1, "double")
     with pytest.raises(ValueError, match="gradient scaling 'both' is unknown; choose one of auto, pre, post"):
         check_grad_scaling("both")
 

@@ -106,25 +106,6 @@ def test_a_plan_holds_every_tensor_once_in_buckets_of_one_kind(ranks):
     assert plan == plan_buckets(MODEL, KINDS, ranks, bucket_elements=1100)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: partition([(2, 2)], 0), "ranks is 0; it must be at least 1"),
-        (lambda: partition([(2, 2)], 2, limit=0), "limit is 0; it must be above 0"),
-        (lambda: partition([(2, 2)], 2, limit=math.nan), "limit is nan; it must be above 0"),
-        (lambda: partition([(2, 2)], 2, carried=[1]), "carried has 1 entries for 2 ranks"),
-        (lambda: plan_buckets([(2, 2)], ["fp8"], 0), "ranks is 0"),
-        (lambda: plan_buckets([(2, 2)], ["fp8"], 2, limit=-1), "limit is -1; it must be above 0"),
-        (lambda: plan_buckets([(2, 2)], ["fp8"], 2, bucket_limit=0), "bucket_limit is 0; it must be above 0"),
-        (lambda: plan_buckets([(2, 2)], ["fp8"], 2, 0), "bucket_elements is 0; it must be at least 1"),
-        (lambda: plan_buckets([(2, 2)], [], 2), "0 kinds for 1 shapes: pass one kind per tensor"),
-    ],
-)
-def test_bad_input_is_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
 def test_what_is_to_stay_whole_is_not_cut_and_the_rest_balances_it():
     shapes = [(64, 16), (64, 16), (64, 16), (128, 8)]
     assert len(partition(shapes, 2).pieces) >= 4

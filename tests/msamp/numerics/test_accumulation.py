@@ -73,21 +73,6 @@ def test_leading_dimensions_broadcast():
     assert got[0, 1].equal(product(a[0], b[1], "fast"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "culprit"),
-    [
-        ((row(1.0), row(1.0), "slow"), "slow"),
-        ((row(1.0).float(), row(1.0), "fast"), "float32"),
-        ((row(1.0), row(1.0, 2.0), "fast"), "1, 2"),
-    ],
-)
-def test_what_it_refuses(arguments, culprit):
-    with pytest.raises(ValueError, match=culprit):
-        product(*arguments)
-    with pytest.raises(ValueError, match="bf16"), accumulating("bf16"):
-        pass
-
-
 @pytest.mark.parametrize("case", CASES[7:10], ids=str)
 @pytest.mark.parametrize("fast", [True, False])
 def test_twins_sum_like_hopper_when_asked_to(fast, case):
