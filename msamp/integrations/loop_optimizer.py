@@ -387,13 +387,13 @@ class LoopOptimizer(LowPrecisionOptimizer):
         return replace(decision, usable=decision.usable & (found_inf == 0))
 
     def state_dict(self, *, everywhere: bool = False) -> dict[str, Any]:
-        """Like the base class's; COAT's payloads have separate keys (`msamp.optim.foreign_states`).
-
-        For torch.distributed.checkpoint's `get_state_dict`, which requires it, every rank gets the states of all parameters, which begin
-        here if there are none yet.
+        """Like the base class's; COAT's payloads have separate keys (`msamp.optim.foreign_states`). For torch.distributed.checkpoint's
+        `get_state_dict`, which requires it, every rank gets the states of all parameters, which begin here if there are none yet.
         """
         distributed = sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
         if distributed:
+            if self.in_bf16:
+                _LOG.warning("get_state_dict leaves out which layers are in BF16: a run that loads it starts in FP8 and times them again")
             for holding in self.holdings():
                 if not self.state.get(holding.weight):
                     self._init_state(holding)

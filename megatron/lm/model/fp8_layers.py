@@ -177,15 +177,13 @@ def decide(
 
     Args:
         model, parallel, precision, training, measure: as in `choose`.
-        saved: returns the settings of the run that is resumed, or None; called if something is in FP8 or optimizer states are narrower
-            than FP32.
+        saved: returns the settings of the run that is resumed, or None.
         refused: as in `choose_attention`.
 
     Raises:
-        ValueError: if the checkpoint's operand scaling contradicts the flags.
+        ValueError: if the checkpoint's operand scaling, or the paper that it follows, contradicts the flags.
     """
-    named = precision.named
-    before = saved() if named.fp8 or any(named.states.rounded().values()) else None
+    named, before = precision.named, saved()
     precision = with_saved_rounding(with_saved_scaling(precision, before), before)
     choice = choose(model, parallel, precision, training, measure, before)
     if precision.attention_precision == MEASURED:

@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import msamp
 from helpers import dist
@@ -138,6 +139,18 @@ def test_a_resumed_run_and_a_copy_keep_the_choice(monkeypatch):
     again, other = msamp.initialize(resumed[0], None, "O3", fp8_min_gain=0)
     assert msamp.survey(again).converted == ["0", "2"]
     assert steps(again, other)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchs_distributed_checkpoint_leaves_the_choice_out_and_says_so(caplog):
+    pair, resumed = begin("O3"), begin("O3")
+    steps(*pair)
+    model, optim = get_state_dict(*pair)
+    assert "leaves out which layers are in BF16: a run that loads it starts in FP8 and times them again" in caplog.text
+    set_state_dict(*resumed, model_state_dict=model, optim_state_dict=optim)
+    assert resumed[1].in_bf16 is None
+    steps(*resumed)
+    assert resumed[1].in_bf16 == pair[1].in_bf16
 
 
 def test_a_guard_leaves_them_alone(monkeypatch):
