@@ -32,7 +32,7 @@ from msamp.optim.decision import GradientDecision, GradScale
 from msamp.optim.foreign_states import in_own_formats, packed_names, unpacked_names
 from msamp.optim.grad_cast import BackwardCasts
 from msamp.optim.optimizer import LowPrecisionOptimizer
-from msamp.optim.shard import Holding, Whole, gradient
+from msamp.optim.shard import Holding, Shard, gradient
 from msamp.optim.states import local, parameter_kind, weight_format
 from msamp.optim.updates import formats_of, update_of
 from msamp.parallel.data_parallel import grad_sync
@@ -157,7 +157,7 @@ class LoopOptimizer(LowPrecisionOptimizer):
 
     def _attach_casts(self) -> None:
         """Cast gradients during backward if this process has whole gradients and no synchronizer takes them."""
-        if self.live and self.grad_sync is None and isinstance(self.shard, Whole):
+        if self.live and self.grad_sync is None and type(self.shard) is Shard:
             self.casts.attach(pair for group in self.param_groups for pair in zip(group["params"], formats_of(group), strict=True))
 
     def _unaveraged(self, params: Sequence[torch.Tensor]) -> bool:

@@ -31,7 +31,7 @@ from msamp.numerics.recipe import FP32_STATES, GEMMS, KINDS, Recipe, StateFormat
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim import updates
 from msamp.optim.optimizer import LowPrecisionOptimizer
-from msamp.optim.shard import Whole
+from msamp.optim.shard import Shard
 from msamp.optim.states import parameter_kind
 from msamp.optim.updates import MASTER, format_names
 
@@ -258,7 +258,7 @@ def release(former: LoopOptimizer) -> None:
     reason = "a second msamp.initialize on the model replaced this optimizer and took its masters; step the optimizer that it returned"
     former.register_step_pre_hook(functools.partial(_refuse_step, reason))
     former.casts.detach()
-    former.grad_sync, former.shard = None, Whole()
+    former.grad_sync, former.shard = None, Shard()
     former.state.clear()
     former.live = False
 

@@ -10,10 +10,10 @@ rank computes the heads, or the part of the MLP, of its weight shards. So only t
               first GEMM's input    cast again from the stream, gathered again -> transposed -> grad_weight's operand
               its grad_input        partial sums are cast to FP8, exchanged, summed in FP32 -> this rank's rows
 
-`Ends` is the interface that a block calls at its ends. `ALONE` implements it for one GPU, without communication, and `msamp.parallel` for a
-tensor-parallel group. Each collective starts as soon as its input is ready and is waited for only when its result is needed, so that weight
-casts and GEMMs overlap with it. A GEMM next to a collective is a `RowProduct`, whose rows may be computed in pieces: a rank's own rows
-while those of the others arrive, or the rows of the others first, which are then sent while its own are computed.
+A block calls `Ends` at its ends, `ALONE` on one GPU; `msamp.parallel` derives the one of a tensor-parallel group. Each collective starts as
+soon as its input is ready and is waited for only when its result is needed, so that weight casts and GEMMs overlap with it. A GEMM next to
+a collective is a `RowProduct`, whose rows may be computed in pieces: a rank's own rows while those of the others arrive, or the rows of the
+others first, which are then sent while its own are computed.
 """
 
 from collections.abc import Callable
@@ -59,8 +59,9 @@ class ReadyRows:
         pass
 
 
-class Ends(Protocol):
-    """The communication at a block's ends: gathers of its rows and reductions of its partial sums.
+class Ends:
+    """The communication at a block's ends: gathers of its rows and reductions of its partial sums. As it is, for one GPU, which has all
+    rows and all sums.
 
     Attributes:
         ranks: number of ranks in the group.
@@ -69,43 +70,26 @@ class Ends(Protocol):
         keeps_gathered: save the gathered input for backward instead of gathering it again; only if `spread`.
     """
 
-    ranks: int
-    spread: bool
-    adds_bias: bool
-    keeps_gathered: bool
+    ranks, spread, adds_bias, keeps_gathered = 1, False, True, False
 
     def shared_amax(self, amax: torch.Tensor) -> torch.Tensor:
         """Return the maximum of `amax` (FP32, 0-dim) over the ranks that gather their rows; `amax` itself if no rows are gathered."""
+        return amax
 
     def start_gather(self, payload: torch.Tensor, label: str) -> PendingRows:
         """Gather [M, N] from every rank's [M / ranks, N] if `spread`; bytes are counted as `label`. The caller releases the rows by `done`
         before its forward or backward returns."""
+        return ReadyRows(payload)
 
     def sum_output(self, product: RowProduct, codes: torch.Tensor, layer: LayerGemm) -> torch.Tensor:
         """Compute this rank's partial sums [M, N], the product of `codes` [M, K], and sum them over all ranks; return this rank's rows if
         `spread`."""
+        return product.of(codes)
 
     def start_sum_grad(self, partial: torch.Tensor, layer: LayerGemm) -> Callable[[], torch.Tensor]:
         """Start the sum of the ranks' partial grad_inputs [M, K]; the returned function waits for the result, which may be `partial`
         itself, and returns this rank's rows if `spread`."""
-
-
-class _Alone:
-    """One GPU, which has all rows and all sums."""
-
-    ranks, spread, adds_bias, keeps_gathered = 1, False, True, False
-
-    def shared_amax(self, amax: torch.Tensor) -> torch.Tensor:
-        return amax
-
-    def start_gather(self, payload: torch.Tensor, label: str) -> PendingRows:
-        return ReadyRows(payload)
-
-    def sum_output(self, product: RowProduct, codes: torch.Tensor, layer: LayerGemm) -> torch.Tensor:
-        return product.of(codes)
-
-    def start_sum_grad(self, partial: torch.Tensor, layer: LayerGemm) -> Callable[[], torch.Tensor]:
         return lambda: partial
 
 
-ALONE: Ends = _Alone()
+ALONE = Ends()

@@ -37,7 +37,7 @@ from msamp.optim.clip import check_max_norm
 from msamp.optim.decision import GradientDecision, LossScale, decide, measure, weight_scale_invs
 from msamp.optim.device_flag import DeviceFlag
 from msamp.optim.masters import follow_states_, version_of
-from msamp.optim.shard import Holding, Shard, Whole
+from msamp.optim.shard import Holding, Shard
 from msamp.optim.states import (
     begun,
     check_state,
@@ -120,7 +120,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         self.combine_norms = combine_norms
         self.loss_scale = loss_scale
         self.seed = seed
-        self.shard: Shard = Whole() if shard is None else shard
+        self.shard: Shard = Shard() if shard is None else shard
         self._norm = torch.zeros((), dtype=torch.float64, device="cpu")
         self._skips = torch.zeros((), dtype=torch.int64, device="cpu")
         self._usable = torch.ones((), dtype=torch.bool, device="cpu")
@@ -378,7 +378,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         The group's first rank (`everywhere`: each rank) gets it, on the CPU; elsewhere "state" is empty. Load the first's on every rank.
         """
         self.wait()
-        if isinstance(self.shard, Whole):
+        if type(self.shard) is Shard:
             return super().state_dict()
         own_state, self.state = self.state, defaultdict(dict)
         try:

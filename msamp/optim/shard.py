@@ -1,14 +1,14 @@
 """The interface through which an optimizer is sharded: which parameters this process updates, and what it exchanges with the others.
 
 The optimizer measures gradients, decides whether to take a step, and launches updates, all for the holdings of this process. A `Shard`
-defines the holdings and their gradients, and combines results over processes. `Whole` is for one process that updates everything;
-`msamp.parallel.greedy_zero.ZeRO` distributes parameters over the data-parallel ranks.
+defines the holdings and their gradients, and combines results over processes. `msamp.parallel.greedy_zero.ZeRO` distributes parameters
+over the data-parallel ranks.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -68,35 +68,61 @@ class Holding:
         return self.weight if self.rows is None else view_of_rows(self.param, self.rows)
 
 
-class Shard(Protocol):
-    """The interface of a sharded optimizer. All methods but `check` and `holdings` are collective among its processes."""
+class Shard:
+    """The interface of a sharded optimizer, and one process that updates every parameter. All methods but `check` and `holdings` are
+    collective among its processes.
 
-    @property
-    def ranks(self) -> int:
-        """Number of processes that share the optimizer."""
+    Attributes:
+        ranks: number of processes that share the optimizer.
+        deferred: whether the updated parameters are still to be sent, by `wait` or a CUDA graph. Until then nothing may read them.
+    """
 
-    @property
-    def deferred(self) -> bool:
-        """Whether the updated parameters are still to be sent, by `wait` or a CUDA graph. Until then nothing may read them."""
+    ranks = 1
+    deferred = False
+
+    def __init__(self) -> None:
+        self._grad_cast = GradCast()
 
     @property
     def stale(self) -> bool:
         """Whether a step must be eager before a CUDA graph is replayed, since something has written weights."""
+        return False
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Raise a ValueError for a parameter group with a parameter that cannot be sharded."""
 
     def holdings(self, wholes: Sequence[Holding]) -> list[Holding]:
         """Return this process's holdings of whole parameters, in their order, with the same `weight` objects at every call."""
+        return list(wholes)
 
     def ready(self, wholes: Sequence[Holding]) -> list[Holding]:
-        """Return the holdings that have a gradient in this step, with that gradient."""
+        """Return the holdings that have a gradient in this step, with that gradient in its format. Here it is `p.main_grad` if a
+        synchronizer has set it, else `p.grad`; ValueError for a sparse one."""
+        holdings = []
+        plain: dict[Format, list[tuple[Holding, torch.Tensor]]] = {}
+        for holding in wholes:
+            g = gradient(holding.param)
+            if g is None:
+                continue
+            if g.is_sparse:
+                raise ValueError(f"the gradient of a parameter of shape {tuple(g.shape)} is sparse; use dense embeddings")
+            if isinstance(g, ScalingTensor):
+                holding.grad = contiguous(g)
+            else:
+                plain.setdefault(by_name(holding.formats["grad"]), []).append((holding, g))
+            holdings.append(holding)
+        for fmt, pairs in plain.items():
+            for (holding, _), grad in zip(pairs, self._grad_cast([g for _, g in pairs], fmt), strict=True):
+                holding.grad = grad
+        return holdings
 
     def largest(self, table: torch.Tensor) -> torch.Tensor:
         """Combine FP32 [.., parameters] maxima of this process's holdings into the maxima of whole parameters."""
+        return table
 
     def total(self, table: torch.Tensor) -> torch.Tensor:
         """Combine int64 [parameters, 2] sums over this process's holdings into those over whole parameters."""
+        return table
 
     def send_weights(self, scale_invs: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """After the update: send the updated parameters to all processes.
@@ -118,59 +144,10 @@ class Shard(Protocol):
             state: of this process's holdings, by their `weight`.
             everywhere: gather them on every process.
         """
-
-
-class Whole:
-    """One process that updates every parameter. A gradient is `p.main_grad` if a synchronizer has set it, else `p.grad`."""
-
-    ranks = 1
-    deferred = stale = False
-
-    def __init__(self) -> None:
-        self._grad_cast = GradCast()
-
-    def check(self, group: Mapping[str, Any]) -> None:
-        """Accept every group."""
-
-    def holdings(self, wholes: Sequence[Holding]) -> list[Holding]:
-        return list(wholes)
-
-    def ready(self, wholes: Sequence[Holding]) -> list[Holding]:
-        """Return the holdings with a gradient, quantized to its format; ValueError for a sparse gradient."""
-        holdings = []
-        plain: dict[Format, list[tuple[Holding, torch.Tensor]]] = {}
-        for holding in wholes:
-            g = gradient(holding.param)
-            if g is None:
-                continue
-            if g.is_sparse:
-                raise ValueError(f"the gradient of a parameter of shape {tuple(g.shape)} is sparse; use dense embeddings")
-            if isinstance(g, ScalingTensor):
-                holding.grad = contiguous(g)
-            else:
-                plain.setdefault(by_name(holding.formats["grad"]), []).append((holding, g))
-            holdings.append(holding)
-        for fmt, pairs in plain.items():
-            for (holding, _), grad in zip(pairs, self._grad_cast([g for _, g in pairs], fmt), strict=True):
-                holding.grad = grad
-        return holdings
-
-    def largest(self, table: torch.Tensor) -> torch.Tensor:
-        return table
-
-    def total(self, table: torch.Tensor) -> torch.Tensor:
-        return table
-
-    def send_weights(self, scale_invs: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Do nothing: no other process has them."""
-
-    def wait(self) -> None:
-        """Do nothing: no weights are being gathered."""
-
-    def gather(
-        self, wholes: Sequence[Holding], state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]], *, everywhere: bool = False
-    ) -> dict[int, dict[str, torch.Tensor]]:
         return {whole.index: dict(state[whole.weight]) for whole in wholes if state.get(whole.weight)}
+
+
+Whole = Shard  # the name in optimizers that were pickled before
 
 
 def gradient(p: torch.Tensor) -> torch.Tensor | None:

@@ -30,8 +30,7 @@ from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.recipe import Cast
 from msamp.numerics.scaling import scale_from_amax
 from msamp.numerics.tensor import ScalingTensor, contiguous, fp32_values
-from msamp.optim.grad_cast import GradCast
-from msamp.optim.shard import Holding
+from msamp.optim.shard import Holding, Shard
 from msamp.optim.states import begun, copy_of_rows, is_scaled, local, make_master, payload, scale_inv, weight_format
 from msamp.optim.updates import formats_of, kept_states
 from msamp.parallel.sharded_weight import GatheredCodes
@@ -85,7 +84,7 @@ class Rows(Holding):
         return self.weight
 
 
-class FSDP:
+class FSDP(Shard):
     """The `Shard` (`msamp.optim.shard`) of a LowPrecisionOptimizer whose parameters `fully_shard` has sharded.
 
     The gradient is FSDP's average in `p.grad`; the step quantizes it with one scale for all ranks.
@@ -98,17 +97,12 @@ class FSDP:
         peers: these ranks, with a counter of the bytes sent for scales and the norm.
     """
 
-    deferred = False
-
     def __init__(self, casts: Mapping[torch.Tensor, Cast], group: dist.ProcessGroup) -> None:
+        super().__init__()
         self.casts, self.peers = casts, Peers(group, WireBytes())
+        self.ranks = self.peers.ranks
         self._held: dict[torch.Tensor, torch.Tensor] = {}
-        self._grad_cast = GradCast()
         self._codes: dict[Cast, GatheredCodes] = {}
-
-    @property
-    def ranks(self) -> int:
-        return self.peers.ranks
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Raise a ValueError for a parameter that is not sharded along dim 0, or a vector that would be cut within its moments' groups."""
@@ -165,9 +159,6 @@ class FSDP:
         """FSDP gathers weights itself. A rank without rows only takes the scale that the others stored."""
         for p, new in scale_invs.items():
             local(p).scale_inv.copy_(new)
-
-    def wait(self) -> None:
-        """Do nothing: no weights are being gathered between steps."""
 
     @torch.no_grad()
     def measure(self) -> None:

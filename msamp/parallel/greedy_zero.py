@@ -39,13 +39,12 @@ from msamp.comm.bucket import Bucket, BucketPiece, as_bytes
 from msamp.comm.collectives import Peers
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.grad_cast import GradCast
-from msamp.optim.shard import Holding
+from msamp.optim.shard import Holding, Shard
 from msamp.optim.states import begun, is_scaled, payload, scale_inv, view_of_rows
 from msamp.optim.updates import formats_of, kept_states, update_of
 
 
-class ZeRO:
+class ZeRO(Shard):
     """The `Shard` of an optimizer that distributes its states over the data-parallel ranks: each rank updates the tensors, or rows of
     tensors, that it owns.
 
@@ -76,14 +75,13 @@ class ZeRO:
             in another format, a vector with COAT's moments that is cut, and a matrix of Muon's that is cut.
     """
 
-    stale = False
-
     def __init__(self, sync: GradSync, overlap: bool = True) -> None:
         if not sync.shard:
             raise ValueError("the gradient synchronizer was built without sharding; build it with shard=True, or leave out shard=ZeRO(...)")
+        super().__init__()
         self.sync = sync
+        self.ranks = max(peers.ranks for peers in self._groups())  # the larger number, if other ranks share some parameters
         self.gathers = True
-        self._grad_cast = GradCast()
         self._views: dict[BucketPiece, tuple[torch.Tensor, slice | None]] = {}
         self._columns: list[tuple[Peers, torch.Tensor]] | None = None
         self._device = next(iter(sync.names)).device
@@ -93,11 +91,6 @@ class ZeRO:
         self._pending: dict[Bucket, torch.cuda.Event] = {}
         if self._stream is not None:
             self.watch_forward()
-
-    @property
-    def ranks(self) -> int:
-        """Number of data-parallel ranks; with parameters that other ranks share, the larger of both numbers."""
-        return max(peers.ranks for peers in self._groups())
 
     def _groups(self) -> list[Peers]:
         """Return the groups that shard the parameters of this rank."""

@@ -40,7 +40,7 @@ import torch.distributed as dist
 
 from msamp.comm.copies import TRANSPORTS, choose_peers
 from msamp.comm.counters import WireBytes
-from msamp.nn.ends import PendingRows, ReadyRows
+from msamp.nn.ends import Ends, PendingRows, ReadyRows
 from msamp.nn.gemm import LayerGemm, RowProduct
 from msamp.nn.linear_fn import LinearFunction, LinearSettings, activation, checked_label
 from msamp.nn.scaling_state import WIRE, LinearScaling
@@ -52,7 +52,7 @@ WIRES = ("bf16", "fp8")
 SAVED_INPUTS = ("shard", "gathered")
 
 
-class TensorParallel:
+class TensorParallel(Ends):
     """Settings and collectives that the FP8 linear layers of one tensor-parallel group share; implements `msamp.nn.ends.Ends` for the fused
     blocks that contain them.
 

@@ -30,7 +30,7 @@ def test_deferred_weights_are_gathered_by_wait_and_not_read_before():
         sync.sent.add("weight", "all-gather", own.nbytes)
         return own
 
-    sync.sender.peers = SimpleNamespace(ranks=2, rank=0, all_gather=all_gather)  # type: ignore[assignment]
+    sync.sender.peers, shard.ranks = SimpleNamespace(ranks=2, rank=0, all_gather=all_gather), 2  # type: ignore[assignment]
     versions = [p._version for p in model.parameters()]
     with shard.deferring():
         shard.send_weights({})
