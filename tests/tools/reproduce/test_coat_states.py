@@ -8,7 +8,10 @@ import torch
 from helpers import checkpoints, tiny
 from helpers.numerics import make
 from megatron.lm.checkpoint import latest
-from msamp.numerics.formats import E4M3, E5M2
+from msamp.kernels import ops
+from msamp.numerics.formats import E4M3, E5M2, Format
+from msamp.numerics.quantize import dequantize
+from msamp.numerics.scaling import Exact
 from tools.reproduce import coat_flow, coat_states
 from tools.reproduce.coat_flow import FLOWS, Flow, Llama, bf16, by_tensor, in_groups
 from tools.reproduce.trainings import Loop
@@ -135,6 +138,15 @@ def test_scales_map_the_largest_magnitude_to_the_largest_value():
     x = make("normal", (4, 32), 0)
     assert float(by_tensor(E4M3)(x).abs().amax()) == pytest.approx(float(x.abs().amax()), rel=1e-6)
     assert in_groups(x).view(8, 16).abs().amax(-1).tolist() == pytest.approx(x.view(8, 16).abs().amax(-1).tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_by_tensor_is_the_library_s(fmt: Format, dtype: torch.dtype):
+    x = make("log-normal", (64, 32), 0).to(dtype)
+    scale_inv = Exact().scale_inv(ops.amax(x), fmt.max)
+    assert by_tensor(fmt)(x).equal(dequantize(ops.cast(x, scale_inv.reciprocal(), fmt.dtype), scale_inv, dtype))
+    assert by_tensor(fmt)(torch.zeros_like(x)).eq(0).all()
 
 
 def test_rotary_embeddings_depend_on_distances_alone():
