@@ -3,7 +3,8 @@
 Tasks: `sft` (conversations), `dpo` (preferences), and `grpo` with the reward `digits`, the share of digits in an answer, which has no data.
 The model is a transformers folder, the data as in megatron/lm/post/conversations.py; the last --valid-rows rows are held out. Prints JSON:
 the peak memory of training, models and data included, and the held-out loss in the layers that were trained, before and after, and of their
-export in BF16 and in FP32; or the mean reward of the first and the last ten steps of `grpo`.
+export in BF16 and in FP32; or the mean reward of the first and the last ten steps of `grpo`; and the
+training loss or the reward of each step.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from megatron.lm.shell import arguments, exit_codes
 COMMON = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "gradient_checkpointing": False,
           "lr_scheduler_type": "cosine", "max_grad_norm": 1.0}  # fmt: skip
 SETTINGS = ("task", "opt_level", "dtype", "lr", "seed", "steps")
-MEASURED = ("seconds", "peak_gib", "start_loss", "own_loss", "bf16_loss", "fp32_loss", "first_reward", "last_reward")
+MEASURED = ("seconds", "peak_gib", "start_loss", "own_loss", "bf16_loss", "fp32_loss", "first_reward", "last_reward", "curve")
 OWN: dict[str, dict[str, Any]] = {
     "sft": {},
     "dpo": {"beta": 0.1},
@@ -147,9 +148,11 @@ def tune(args: argparse.Namespace) -> dict[str, Any]:
         row["seconds"] = round(time.perf_counter() - began, 1)
         if torch.cuda.is_available():
             row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
+        what = "reward" if args.task == "grpo" else "loss"
+        course = [entry[what] for entry in trainer.state.log_history if what in entry]
+        row["curve"] = " ".join(f"{each:.4f}" for each in course)
         if args.task == "grpo":
-            rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-            return row | {"first_reward": sum(rewards[:10]) / len(rewards[:10]), "last_reward": sum(rewards[-10:]) / len(rewards[-10:])}
+            return row | {"first_reward": sum(course[:10]) / len(course[:10]), "last_reward": sum(course[-10:]) / len(course[-10:])}
         row["own_loss"] = trainer.evaluate()["eval_loss"]
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         state = msamp.plain_state_dict(model, optimizer, dtype=torch.float32)

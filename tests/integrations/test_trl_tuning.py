@@ -52,6 +52,7 @@ def words(toy: Path, folder: Path, task: str, *more: str) -> list[str]:
 def test_each_task_is_trained_and_judged(toy: Path, tmp_path: Path, task: str):
     tuning = post_runs.example("trl_tuning.py")
     row = tuning.tune(tuning.parse(words(toy, tmp_path, task, "--opt-level", "O3")))
+    assert len(row["curve"].split()) == 6
     if task == "grpo":
         assert 0 <= row["first_reward"] <= 1
         return
