@@ -53,6 +53,7 @@ DEFAULTS: dict[str, Any] = {
     "iteration": 10,
     "spec": "local",
     "fp8": None,
+    "hybrid": None,
 }
 
 
@@ -83,8 +84,30 @@ def pretend_cuda() -> None:
     torch.cuda.manual_seed = torch.manual_seed
 
 
+def hybrid(config: Any, pattern: str, **shared: Any) -> Any:
+    """HybridModel (megatron-core 0.18 and later) of local layers; its own spec and its last norm ask for Transformer Engine."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    hybrid_block.TENorm = WrappedTorchNorm
+    whole = get_gpt_layer_local_spec(normalization=config.normalization).submodules
+    parts = {"attention": ("input_layernorm", "self_attention", "self_attn_bda"), "mlp": ("pre_mlp_layernorm", "mlp", "mlp_bda")}
+    layers = {name: TransformerLayerSubmodules(**{part: getattr(whole, part) for part in of}) for name, of in parts.items()}
+    submodules = hybrid_block.HybridStackSubmodules(
+        attention_layer=ModuleSpec(module=TransformerLayer, submodules=layers["attention"]),
+        mlp_layer=ModuleSpec(module=MLPLayer, submodules=layers["mlp"]),
+    )
+    spec = ModuleSpec(module=hybrid_block.HybridStack, submodules=submodules)
+    return HybridModel(config=config, hybrid_stack_spec=spec, hybrid_layer_pattern=pattern, **shared)
+
+
 def build(s: dict[str, Any]) -> Any:
-    """GPTModel of the local spec, with dense attention in plain torch."""
+    """GPTModel of the local spec, with dense attention in plain torch, or HybridModel."""
     from megatron.core import parallel_state
     from megatron.core.activations import squared_relu
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
@@ -124,19 +147,19 @@ def build(s: dict[str, Any]) -> Any:
     spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=s["qk_norm"])
     if s["spec"] == "te":
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=s["qk_norm"])
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=s["vocabulary"],
-        max_sequence_length=s["sequence"],
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=s["tied"],
-        position_embedding_type=s["positions"],
-        rope_scaling=s["rope_scaling"],
-        rope_scaling_factor=8.0,
-        seq_len_interpolation_factor=s["interpolation"],
-    )
+    shared = {
+        "config": config,
+        "vocab_size": s["vocabulary"],
+        "max_sequence_length": s["sequence"],
+        "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
+        "share_embeddings_and_output_weights": s["tied"],
+        "position_embedding_type": s["positions"],
+        "seq_len_interpolation_factor": s["interpolation"],
+    }
+    if s["hybrid"]:
+        return hybrid(pattern=s["hybrid"], **shared)
+    return GPTModel(transformer_layer_spec=spec, rope_scaling=s["rope_scaling"], rope_scaling_factor=8.0, **shared)
 
 
 def optimizer_of(model: Any, s: dict[str, Any]) -> tuple[Any, Any]:
@@ -230,6 +253,7 @@ def arguments(s: dict[str, Any]) -> argparse.Namespace:
         consumed_valid_samples=0,
         skipped_train_samples=0,
         num_experts=None,
+        hybrid_layer_pattern=s["hybrid"],
     )
 
 

@@ -238,5 +238,5 @@ def check_names(stored: TorchDist, own: Iterable[str], num_layers: int) -> None:
     if strange:
         raise ValueError(
             f"{stored.folder} has {len(strange)} weights that this model does not have, such as {strange[0]}: use the flags of the "
-            "saved model (experts, multi-latent attention and multi-token prediction are not supported)"
+            "saved model (experts, multi-latent attention, multi-token prediction and HybridModel are not supported)"
         )

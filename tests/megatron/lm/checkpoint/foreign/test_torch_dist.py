@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,14 @@ def test_every_tensor_has_the_bits_of_another_megatron_core(tmp_path: Path, vers
         stored, expected = opened(tmp_path, case), megatron_checkpoints.whole(tmp_path, case)
         assert {key for key in stored.tensors if not key.startswith("step/")} == expected.keys()
         assert all(torch.equal(stored.tensor(key), x) for key, x in expected.items())
+
+
+def test_a_hybrid_model_of_megatron_core_is_refused_by_name(tmp_path: Path):
+    if find_spec("megatron.core.models.hybrid") is None:
+        hosts.lacks("needs megatron-core 0.18 or later: make test-newest")
+    job("write", tmp_path, {"hybrid": {"hybrid": "*-*-", "layers": 4}})
+    with pytest.raises(ValueError, match=r"has a HybridModel of Megatron-LM, with hybrid_layer_pattern '\*-\*-'"):
+        opened(tmp_path, "hybrid")
 
 
 def test_a_region_is_read_across_the_shards_of_the_writer(written: Path):
