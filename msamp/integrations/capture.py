@@ -148,6 +148,7 @@ class CapturedStep:
         self._graphs: dict[Hashable, _Graph] = {}
         self._eager_steps: dict[Hashable, int] = {}  # by shape of inputs, with the current state
         self._probe: Probe | None = None
+        self._shards = _sharded(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step. Collective.
@@ -158,7 +159,7 @@ class CapturedStep:
         """
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         inputs, key, filled = self._flat((args, kwargs), device)
-        for module in _sharded(self.model):
+        for module in self._shards:
             module.reshard()  # an evaluation leaves gathered weights, which a replay would not update
         self._note_changes()
         if self._probe is not None and self._probe.has_gradient():
@@ -245,7 +246,7 @@ class CapturedStep:
             self._check_parameters()
             self.obstacle = None
         if changed is not None or self._probe is None:
-            self._probe = Probe(self.model, self.optimizer, self._own)
+            self._probe, self._shards = Probe(self.model, self.optimizer, self._own), _sharded(self.model)
 
     def _plan(self, key: Hashable, device: torch.device) -> int:
         """Return what this process can do in this step."""
