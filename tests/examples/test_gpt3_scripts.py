@@ -87,7 +87,8 @@ DRY = [
 ]
 
 
-@pytest.mark.parametrize(("size", "gpus"), [case if case == ("7b", 32) else pytest.param(*case, marks=pytest.mark.nightly) for case in DRY])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("size", "gpus"), DRY)
 def test_a_dry_run_fits_on_the_gpus_of_the_script(size, gpus):
     done = start(size, DRY_RUN=1, GPU_MEMORY_GIB=80)
     assert done.returncode == 0, done.stderr
@@ -168,12 +169,12 @@ def test_under_srun_a_task_is_a_rank_or_a_machine_and_flags_that_follow_override
 
 
 def test_the_toy_has_the_grid_and_the_flags(python):
-    done = start("175b", TOY=1, PYTHON=python)
-    assert "TP 8 x PP 4 is 32: use DRY_RUN=1" in refused(done)
+    assert "TP 8 x PP 4 is 32: use DRY_RUN=1" in refused(start("175b", TOY=1, PYTHON=python))
     assert "TP 8 x PP 4 is 32: use DRY_RUN=1" in refused(start("llama3_70b", TOY=1, PYTHON=python))
-    done = start("13b", TOY=1, DRY_RUN=1)
+    done = start("13b", TOY=1, DRY_RUN=1, GPU_MEMORY_GIB=80)
     assert done.returncode == 0, done.stderr
     assert "grid: 2 processes = TP 2 x PP 1 x DP 1, sequence parallel, ZeRO" in done.stdout
+    assert "fits into 80.0 GiB; nothing was started" in done.stdout
 
 
 @pytest.mark.nightly

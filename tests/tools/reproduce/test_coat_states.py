@@ -45,16 +45,14 @@ def test_ranges_by_hand():
     assert (row["range_p10"], row["range_median"], row["range_p90"]) == ("2", "5", "7")
 
 
-@pytest.mark.parametrize("expand", [False, True])
-@pytest.mark.parametrize("formats", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)])
-def test_moments_that_fit_have_no_error(formats, expand):
+def test_moments_that_fit_have_no_error():
     """Two magnitudes in a group that are the ends of the range: largest and smallest code whether expanded or not."""
-    pair = [torch.where(torch.arange(256) % 2 == 0, fmt.max, fmt.smallest) for fmt in formats]
-    row = coat_states.error_row([(pair[0], pair[1]), (pair[0].view(2, 128), pair[1].view(2, 128))], formats, expand, EPS)
-    assert (row["m"], row["v"], row["expand"]) == (str(formats[0]), str(formats[1]), "yes" if expand else "no")
-    assert float(row["sqnr_db"]) > 110
-    assert float(row["group_error"]) < 1e-6
-    assert (row["underflow_m"], row["underflow_v"]) == ("0", "0")
+    m, v = (torch.where(torch.arange(256) % 2 == 0, fmt.max, fmt.smallest) for fmt in (E4M3, E5M2))
+    for expand in (False, True):
+        row = coat_states.error_row([(m, v), (m.view(2, 128), v.view(2, 128))], (E4M3, E5M2), expand, EPS)
+        assert (row["m"], row["v"], row["expand"]) == ("fp8-e4m3", "fp8-e5m2", "yes" if expand else "no")
+        assert float(row["sqnr_db"]) > 110
+        assert (row["underflow_m"], row["underflow_v"]) == ("0", "0")
 
 
 def test_a_v_that_vanishes_leaves_the_update_to_eps_and_expansion_keeps_it():
@@ -134,12 +132,6 @@ def test_the_residual_stream_and_the_outputs_of_linear_layers_are_bf16_and_what_
     assert len(whole) == 8 * LOOP.layers
 
 
-def test_scales_map_the_largest_magnitude_to_the_largest_value():
-    x = make("normal", (4, 32), 0)
-    assert float(by_tensor(E4M3)(x).abs().amax()) == pytest.approx(float(x.abs().amax()), rel=1e-6)
-    assert in_groups(x).view(8, 16).abs().amax(-1).tolist() == pytest.approx(x.view(8, 16).abs().amax(-1).tolist(), rel=1e-6)
-
-
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding_by_tensor_is_the_library_s(fmt: Format, dtype: torch.dtype):
@@ -155,10 +147,9 @@ def test_rotary_embeddings_depend_on_distances_alone():
     assert torch.allclose(coat_flow.rotated(q) @ coat_flow.rotated(k).t(), shifted[0] @ shifted[1].t(), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["bf16", "FP8 flow"])
-def test_a_training_lowers_the_loss_and_repeats(name):
+def test_a_training_lowers_the_loss_and_repeats():
     text = torch.frombuffer(bytearray(b"the quick brown fox jumps over the lazy dog. " * 60), dtype=torch.uint8)
-    first, second = (list(coat_flow.train(FLOWS[name], LOOP, text, seed=3)) for _ in range(2))
+    first, second = (list(coat_flow.train(FLOWS["FP8 flow"], LOOP, text, seed=3)) for _ in range(2))
     assert first == second
     assert [step for step, _ in first] == [10, 20, 20]
     assert first[1][1] < first[0][1] < 5.7

@@ -1,78 +1,13 @@
-import contextlib
-import csv
-import io
 import math
-import tempfile
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from helpers import dist, tiny
 from helpers.numerics import make
-from megatron.lm.config.cli import to_argv
-from msamp.comm.exchange import FP32SumWire, NCCLWire
 from msamp.comm.grad_scaling import MU_MAX, AutoScale
 from msamp.numerics.formats import E4M3
 from msamp.numerics.quantize import quantize
-from tools.reproduce import fig7, sum_orders
-
-
-def reproduce(folder: str, *more: str) -> tuple[list[dict[str, str]], str]:
-    """In a process of its own: the script makes the process groups."""
-    prefix = tiny.write_data(Path(folder))
-    settings = tiny.config(prefix, opt_level="O2", train_iters=20)
-    flags = to_argv(replace(settings, data=replace(settings.data, data_cache_path=f"{folder}/cache")))
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        assert fig7.main(["--dp", "2", "4", "--orders", *sum_orders.ORDERS, "--out", folder, "--commit", "abc1234", *more, *flags]) == 0
-    with open(f"{folder}/fig7.csv", newline="") as stream:
-        return list(csv.DictReader(stream)), printed.getvalue()
-
-
-@pytest.fixture(scope="module")
-def made():
-    with tempfile.TemporaryDirectory() as folder:
-        (found,) = dist.run(reproduce, 1, folder, init=False)
-        yield Path(folder), *found
-
-
-@pytest.mark.nightly
-def test_a_row_for_every_size_block_and_strategy(made):
-    _, table, _ = made
-    assert tuple(table[0]) == fig7.COLUMNS
-    orders = [("2", sum_orders.CHAIN), *(("4", order) for order in sum_orders.ORDERS)]
-    assert [(row["dp"], row["order"], row["block"], row["strategy"]) for row in table] == [
-        (dp, order, block, strategy)
-        for dp, order in orders
-        for block in ("0", "1")
-        for strategy in fig7.STRATEGIES
-        if (strategy, order) == ("fp32-sum", sum_orders.CHAIN) or strategy != "fp32-sum"
-    ]
-    assert all(math.isfinite(float(row[name])) for row in table for name in fig7.MEASURES)
-    assert all((row["mu_min"] != "") == row["strategy"].startswith("auto") for row in table)
-    common = {"model": "gpt-2x32", "opt_level": "O2", "train_iters": "20", "micro_batch": "4", "commit": "abc1234", "seed": "1234"}
-    assert all(common.items() <= row.items() for row in table)
-    assert float(table[0]["loss"]) < math.log(tiny.VOCABULARY)
-
-
-def test_the_simulated_exchange_is_the_definition():
-    gradients = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
-    scale = torch.tensor(64.0)
-    payloads = [quantize(g, scale, E4M3).flatten() for g in gradients]
-    mean = sum(q.float() for q in payloads) / (64.0 * 4)
-    reduced, sent = fig7.exchange(FP32SumWire(E4M3), gradients, scale)
-    assert tiny.same(tiny.bits(sent), tiny.bits(payloads))
-    assert reduced.scale_inv is not None
-    assert tiny.same(tiny.bits([reduced.own]), tiny.bits([quantize(mean, 1 / reduced.scale_inv, E4M3)]))
-    total = payloads[0]
-    for q in payloads[1:]:  # each hop rounds and saturates
-        total = quantize(total.float() + q.float(), 1.0, E4M3)
-    reduced, _ = fig7.exchange(NCCLWire(E4M3), gradients, scale)
-    assert tiny.same(tiny.bits([reduced.own]), tiny.bits([total]))
-    assert reduced.scale_inv is not None
-    assert reduced.scale_inv.item() == 1 / (64 * 4)
+from tools.reproduce import fig7
 
 
 @pytest.mark.parametrize("limit", [0.02, 0.3, 0.9, 1.7, 5.0])

@@ -13,13 +13,6 @@ from tools.reproduce.entry import ENTRIES, Task
 TASK = Task("toy", "whole", Path("text"), Path("folder"))
 
 
-def test_an_fp16_weight_loses_small_updates_and_a_copy_does_not():
-    found = {finding.quantity: finding for finding in slides.weight_copies(TASK)}
-    assert found["update of 2^-12 of the weight, FP16 alone: share that arrives"].ours == 0
-    assert found["update of 2^-12 of the weight, FP32 copy: share that arrives"].ours == 1
-    assert len(found) == 10
-
-
 def test_values_below_the_smallest_are_counted_among_those_that_are_not_zero(tmp_path):
     (tmp_path / "text").write_text("The quick brown fox jumps over the lazy dog. " * 40)
     found = {finding.quantity: finding.ours for finding in slides.small_updates(Task("toy", "whole", tmp_path / "text", tmp_path))}
