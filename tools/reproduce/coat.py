@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from megatron.lm.config.cli import parse_args
 from tools.measurements import ROOT, Row
-from tools.reproduce import coat_flow
+from tools.reproduce import coat_flow, coat_states
 from tools.reproduce.coat_activations import KEPT, SWIGLU, bytes_rows
 from tools.reproduce.entry import Finding, Task, training
 from tools.reproduce.fp16_lstm import bytes_of
@@ -34,7 +34,7 @@ def states(task: Task) -> Iterator[Finding]:
     steps, shape = SHAPES[task.size]
     data = ROOT / ENWIK8 if task.size == "full" else byte_data(task.text, task.folder / "bytes")
     saved = checkpoint("bf16", steps, shape, data, task.folder)
-    measured = rows_of("coat_states", ["--load", str(saved), "--csv", str(task.folder / "states.csv")], task.folder / "states.csv")
+    measured = coat_states.measured(saved)
     for row in (row for row in measured if row["weights"] == "all"):
         if row["range_median"]:
             yield Finding(f"{row['what']}, median of the groups", float(row["range_median"]), float(row["page_range"]), seed=1234)

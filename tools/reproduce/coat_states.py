@@ -1,8 +1,5 @@
 """Measure how much of FP8's range Adam's moments use, and the error of the update when they are stored in FP8 (COAT, part 1).
 
-    msamp pretrain --opt-level O0 --save checkpoints ...      # FP32 moments, at O0 and O1
-    python tools/reproduce/coat_states.py --load checkpoints --csv tools/reproduce/results/coat_states.csv
-
 Over all groups of 128 of the moments m and v, for linear weights, embeddings (and LM head), vectors (norms, biases), and all of them:
 
 - range: largest over smallest non-zero magnitude of a group; 10th percentile, median and 90th percentile over the groups. The page's
@@ -12,23 +9,20 @@ Over all groups of 128 of the moments m and v, for linear weights, embeddings (a
   over the groups; underflow: share of the non-zero elements of m and of v that became zero. Where v became zero and m did not, u is divided
   by eps alone; a few such elements then determine mse and sqnr_db, which is why the median is reported too.
 
-Bias correction is omitted, since it is one factor for all elements. Rows are appended to the CSV.
+Bias correction is omitted, since it is one factor for all elements.
 """
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megatron.lm.shell import exit_codes
-from megatron.lm.shell.arguments import Parser, output_file, path
 from msamp.numerics.formats import E4M3, E5M2, Format
 from msamp.numerics.metrics import sqnr_db, underflow_frac
 from msamp.numerics.range_expand import STATE_GROUP, dynamic_range, quantize_expanded
-from tools.bench import rows
 
 if TYPE_CHECKING:
     from megatron.lm.checkpoint.reader import CheckpointReader
@@ -115,24 +109,9 @@ def table(by_kind: Mapping[str, Moments], eps: float) -> list[dict[str, Any]]:
     return lines
 
 
-@exit_codes.command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return 0, or 2 for bad input."""
-    parser = Parser(description=__doc__)
-    parser.add_argument("--load", type=path, required=True, help="folder of checkpoints (the newest is taken), or of one")
-    parser.add_argument("--csv", type=output_file, help="file to append the rows to")
-    options = parser.parse_args(arguments)
-    from megatron.lm.checkpoint.reader import CheckpointReader  # megatron-core takes seconds, which --help need not wait for
+def measured(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of the newest checkpoint in a folder."""
+    from megatron.lm.checkpoint.reader import CheckpointReader  # megatron-core, for seconds
 
-    saved = CheckpointReader(options.load)
-    config = saved.config
-    lines = table(moments(saved), config.optimizer.adam_eps)
-    run = {"model": f"{config.model.num_layers}x{config.model.hidden_size}", "iteration": saved.info["iteration"]}
-    if options.csv:
-        rows.append(options.csv, [run | line | rows.machine() for line in lines])
-    print(rows.aligned(COLUMNS, lines))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    saved = CheckpointReader(folder)
+    return table(moments(saved), saved.config.optimizer.adam_eps)

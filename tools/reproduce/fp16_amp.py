@@ -1,7 +1,5 @@
 """The FP16 claims of the slides: a detection network with and without loss scaling, FP32 weight copies, recovery from an overflow.
 
-    python tools/reproduce/fp16_amp.py --csv tools/reproduce/results/fp16_amp.csv      # on a CPU, 2 minutes
-
 - detection (slides, Table 2: a single-shot detector "diverges" without loss scaling): a single-shot detector finds a square and a disc in
   small noisy images, with 256 default boxes per image. Its loss is the mean over the boxes of 64 images. With factor 1 it trains in FP16
   without loss scaling: its gradients are larger than those in the slides. The loss is therefore also multiplied by 2^-3, 2^-6 and 2^-9,
@@ -11,24 +9,18 @@
   share of zeros in the gradient of the first layer's output. fp16_lstm.py is a model whose own gradients are small.
 - weight copy: 64 equal updates of a weight of 1; reports the share that arrives in an FP16 weight (O3) and in an FP32 master weight (O2).
 - overflow: the detector at O2 with too large an initial loss scale that grows every 8 steps; reports scale and loss after each step.
-
-Rows are appended to the CSV.
 """
 
 import itertools
 import math
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.lm.shell import exit_codes
-from megatron.lm.shell.arguments import Parser, count, output_file
 from msamp import amp
-from tools.bench import rows
 
 IMAGE, GRID, WINDOW = 32, 8, 16  # side of an image in pixels; cells per side; side of a window in pixels
 SIZES = (6, 8, 10, 13)  # sides of a cell's default boxes, in pixels
@@ -41,7 +33,6 @@ CASES: tuple[tuple[str, float | str, str], ...] = (
 )
 RATIOS = {f"2^-{k}": 2.0**-k for k in (9, 10, 11, 12, 13)}
 UPDATES, TRACED = 64, 30
-COLUMNS = ("what", "level", "factor", "loss_scale", "step", "loss", "average_precision", "zeros", "update_over_value", "arrived")
 
 
 class Scenes(NamedTuple):
@@ -156,7 +147,7 @@ def detection(steps: int) -> Iterator[dict[str, Any]]:
     for level, loss_scale, factor in CASES:
         *_, (model, loss, zeros, _) = training(level, steps, FACTORS[factor], loss_scale=loss_scale)
         precision = average_precision(model(images), boxes)
-        row = {"what": "detection", "level": level, "factor": factor, "loss_scale": loss_scale, "step": steps, "loss": f"{loss:.4f}"}
+        row = {"level": level, "factor": factor, "loss_scale": loss_scale, "step": steps, "loss": f"{loss:.4f}"}
         yield row | {"average_precision": f"{precision:.3f}", "zeros": f"{zeros:.3f}"}
 
 
@@ -174,36 +165,11 @@ def weight_copies() -> Iterator[dict[str, Any]]:
                 optimizer.step()
             (weight,) = amp.master_params(optimizer)
             arrived = (float(weight.detach()) - 1) / (UPDATES * ratio)
-            yield {"what": "weight copy", "level": level, "update_over_value": name, "arrived": f"{arrived:.3f}"}
+            yield {"level": level, "update_over_value": name, "arrived": f"{arrived:.3f}"}
 
 
 def overflow() -> Iterator[dict[str, Any]]:
     """Yield a row for each of TRACED steps; the loss scale halves in a skipped step."""
     steps = training("O2", TRACED, FACTORS["2^-9"], init_scale=2.0**34, max_loss_scale=2.0**34, growth_interval=8)
     for step, (_, loss, _, scale) in enumerate(steps):
-        yield {
-            "what": "overflow",
-            "level": "O2",
-            "factor": "2^-9",
-            "loss_scale": f"2^{math.log2(scale):g}",
-            "step": step + 1,
-            "loss": f"{loss:.4f}",
-        }
-
-
-@exit_codes.command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return 0, or 2 for invalid input."""
-    parser = Parser(description=__doc__)
-    parser.add_argument("--steps", type=count(1), default=300, help="training steps of the detector (default: %(default)s)")
-    parser.add_argument("--csv", type=output_file, help="file to append the rows to")
-    options = parser.parse_args(arguments)
-    lines = [dict.fromkeys(COLUMNS, "") | row for part in (detection(options.steps), weight_copies(), overflow()) for row in part]
-    if options.csv:
-        rows.append(options.csv, [line | rows.machine() | {"gpu": "cpu"} for line in lines])
-    print(rows.aligned(COLUMNS, lines))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        yield {"loss_scale": f"2^{math.log2(scale):g}", "step": step + 1, "loss": f"{loss:.4f}"}

@@ -1,8 +1,5 @@
 """The slides' claim about an FP16 LSTM language model: most activation gradients are below 2^-24, and a loss scale recovers them.
 
-    python tools/reproduce/fp16_lstm.py --text enwik8.txt                 # minutes on a CPU, where FP16 is slow
-    python tools/reproduce/fp16_lstm.py --text enwik8.txt --size full     # 2 layers of 1,024; minutes on a GPU
-
 An LSTM predicts the next byte of a text. Its gradients are small only because the loss is a mean over the bytes of a step; the loss is not
 multiplied by a factor as in fp16_amp.py. It trains in FP32 (O0) and in FP16 with FP32 master weights (O2), with a loss scale of 1, 8 and
 128 and with dynamic loss scaling.
@@ -11,12 +8,9 @@ multiplied by a factor as in fp16_amp.py. It trains in FP32 (O0) and in FP16 wit
 - zeros: share of zeros in the gradients of the activations (embedding, LSTM and logits), over the last tenth of the steps.
 - below: for FP32 only, the share of these gradients that are not zero but are below 2^-24, FP16's smallest number, after multiplication
   by the loss scale of that column.
-
-Rows are appended to the CSV.
 """
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,17 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.lm.shell import exit_codes
-from megatron.lm.shell.arguments import Parser, output_file, path
 from megatron.lm.shell.files import read_input
 from msamp import amp
 from msamp.fp16.opt_level import by_name
-from tools.bench import rows
 
 SMALLEST = 2.0**-24  # FP16's smallest subnormal number
 CASES: tuple[tuple[str, float | str], ...] = (("O0", 1.0), ("O2", 1.0), ("O2", 8.0), ("O2", 128.0), ("O2", "dynamic"))
 SCALES = (1.0, 8.0, 128.0)
-COLUMNS = ("what", "size", "level", "loss_scale", "step", "loss", "valid_loss", "zeros", *(f"below_at_{scale:g}" for scale in SCALES))
 SEED, BYTES = 0, 256
 
 
@@ -141,29 +131,9 @@ def table(size: str, text: Tensor) -> Iterator[dict[str, Any]]:
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for level, loss_scale in CASES:
-        row = {"what": "LSTM language model", "size": size} | train(level, loss_scale, shape, text, device)
-        yield dict.fromkeys(COLUMNS, "") | row
+        yield train(level, loss_scale, shape, text, device)
 
 
 def bytes_of(file: Path, most: int = 100_000_000) -> Tensor:
     """Return the first `most` bytes of a UTF-8 text, uint8 [n]."""
     return torch.frombuffer(bytearray(read_input(file, "a text in UTF-8").encode()[:most]), dtype=torch.uint8)
-
-
-@exit_codes.command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return 0, or 2 for invalid input."""
-    parser = Parser(description=__doc__)
-    parser.add_argument("--text", type=path, required=True, help="training text in UTF-8")
-    parser.add_argument("--size", choices=list(SIZES), default="toy", help="(default: %(default)s)")
-    parser.add_argument("--csv", type=output_file, help="file to append the rows to")
-    options = parser.parse_args(arguments)
-    for line in table(options.size, bytes_of(options.text)):
-        print("  ".join(f"{name} {line[name]}" for name in COLUMNS if line[name] != ""), flush=True)
-        if options.csv:
-            rows.append(options.csv, [line | rows.machine()])
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

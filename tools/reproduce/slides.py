@@ -10,7 +10,6 @@ from msamp.fp16.opt_level import by_name
 from tools.reproduce import fp16_amp, fp16_classifier, fp16_lstm
 from tools.reproduce.entry import Finding, Task, paper
 from tools.reproduce.fp16_lstm import bytes_of, table
-from tools.reproduce.run_tool import rows_of
 from tools.reproduce.trainings import Bytes, Loop, pieces
 
 DETECTOR_STEPS = {"toy": 4, "small": 300}
@@ -53,15 +52,12 @@ def numbers(task: Task) -> Iterator[Finding]:
 
 def detector(task: Task) -> Iterator[Finding]:
     """Measure average precision by the size of the loss and the loss scale."""
-    words = ["--steps", str(DETECTOR_STEPS[task.size]), "--csv", str(task.folder / "amp.csv")]
-    for row in rows_of("fp16_amp", words, task.folder / "amp.csv"):
-        if row["what"] == "detection":
-            prefix = (
-                f"{'FP16' if by_name(row['level']).fp16_weights else 'FP32'}, loss times {row['factor']}, loss scale {row['loss_scale']}"
-            )
-            plain = by_name(row["level"]).fp16_weights and (row["loss_scale"], row["factor"]) == ("1.0", "1")
-            yield Finding(f"{prefix}: average precision", float(row["average_precision"]), "diverges" if plain else None, seed=0)
-            yield Finding(f"{prefix}: gradient that is zero", 100 * float(row["zeros"]), unit="%", seed=0)
+    for row in fp16_amp.detection(DETECTOR_STEPS[task.size]):
+        fp16 = by_name(row["level"]).fp16_weights
+        prefix = f"{'FP16' if fp16 else 'FP32'}, loss times {row['factor']}, loss scale {row['loss_scale']}"
+        plain = fp16 and (row["loss_scale"], row["factor"]) == (1.0, "1")
+        yield Finding(f"{prefix}: average precision", float(row["average_precision"]), "diverges" if plain else None, seed=0)
+        yield Finding(f"{prefix}: gradient that is zero", 100 * float(row["zeros"]), unit="%", seed=0)
 
 
 def language_model(task: Task) -> Iterator[Finding]:

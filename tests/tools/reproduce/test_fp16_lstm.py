@@ -1,13 +1,9 @@
-"""The slides' language model: what is counted, by hand, and the whole command at its smallest size."""
-
-import csv
+"""The slides' language model: what is counted, by hand, and its cases at the smallest size."""
 
 import pytest
 import torch
 
 from tools.reproduce import fp16_lstm
-
-TEXT = "The quick brown fox jumps over the lazy dog. " * 40
 
 
 def test_gradients_are_counted_by_hand():
@@ -22,16 +18,11 @@ def test_gradients_are_counted_by_hand():
     assert counted.below == {1.0: 4, 8.0: 2, 128.0: 1}  # 2^-31 times 128 is 2^-24, which FP16 has
 
 
-def test_the_command(tmp_path, capsys):
-    text, table = tmp_path / "text", tmp_path / "new" / "rows.csv"
-    text.write_text(TEXT)
-    assert fp16_lstm.main(["--text", str(text), "--size", "tiny", "--csv", str(table)]) == 0
-    with table.open(newline="") as stream:
-        found = list(csv.DictReader(stream))
-    assert [(row["level"], row["loss_scale"]) for row in found] == [(level, str(scale)) for level, scale in fp16_lstm.CASES]
-    assert [row["below_at_1"] != "" for row in found] == [True, False, False, False, False]
-    # FP16 with masters follows FP32, and a scale leaves no more zeros than none.
+def test_fp16_with_masters_follows_fp32_and_a_scale_leaves_no_more_zeros_than_none():
+    text = torch.frombuffer(bytearray(b"The quick brown fox jumps over the lazy dog. " * 40), dtype=torch.uint8)
+    found = list(fp16_lstm.table("tiny", text))
+    assert [(row["level"], row["loss_scale"]) for row in found] == list(fp16_lstm.CASES)
+    assert ["below_at_1" in row for row in found] == [True, False, False, False, False]
     assert all(float(row["loss"]) == pytest.approx(float(found[0]["loss"]), rel=0.02) for row in found)
     zeros = [float(row["zeros"]) for row in found]
     assert zeros[0] <= zeros[3] <= zeros[2] <= zeros[1]
-    assert capsys.readouterr().out.count("LSTM language model") == 5
