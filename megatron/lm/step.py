@@ -53,7 +53,7 @@ from megatron.lm.model.gpt import GPT, mean_loss
 from megatron.lm.processes.grid import Ranks
 from megatron.lm.training.gradients import chunks, count_pipeline_traffic
 from megatron.lm.training.state import Batches, StepResult, Training
-from msamp.optim.device_flag import DeviceCopy
+from msamp.optim.device_copy import DeviceCopy
 
 
 class Graphs(Protocol):

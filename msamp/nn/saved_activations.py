@@ -8,7 +8,7 @@ them instead. In a fused block of a GPT that would take 6 bytes per token and ch
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -20,17 +20,21 @@ from msamp.numerics.quantize import dequantize
 Parts = Sequence[torch.Tensor]
 
 
-class Saved(Protocol):
-    """The interface of a format for saved activations."""
+@dataclass(frozen=True)
+class Saved:
+    """A format for saved activations: as it is, unchanged."""
 
     def element_bytes(self, wide: int) -> float:
         """Return the saved bytes per element, for a tensor with `wide` bytes per element."""
+        return wide
 
     def keep(self, x: torch.Tensor) -> Parts:
         """Return the tensors to save for backward instead of `x` [M, N] BF16, FP16 or FP32; always the same number of tensors."""
+        return (x,)
 
     def restore(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
         """Return [M, N] in `dtype`, the dtype of `x`, from the tensors of `keep`."""
+        return parts[0]
 
 
 class SavedBytes(NamedTuple):
@@ -41,21 +45,7 @@ class SavedBytes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AsItIs:
-    """Save the tensor unchanged."""
-
-    def element_bytes(self, wide: int) -> float:
-        return wide
-
-    def keep(self, x: torch.Tensor) -> Parts:
-        return (x,)
-
-    def restore(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
-        return parts[0]
-
-
-@dataclass(frozen=True)
-class GroupedFP8:
+class GroupedFP8(Saved):
     """Save in FP8 with a power-of-two scale_inv, stored as one exponent byte, for every group of `size` elements (COAT: mixed granularity).
 
     Attributes:
@@ -92,7 +82,7 @@ class GroupedFP8:
 
 
 @dataclass(frozen=True)
-class ExactGroups:
+class ExactGroups(Saved):
     """Save in E4M3 with an FP32 scale_inv = amax / 448 for every group of 16 channels, as the code that COAT's authors published (there
     the scale_inv is BF16)."""
 
@@ -110,4 +100,4 @@ class ExactGroups:
         return dequantize(payload, Block(1, 16).spread(scale_inv, payload.shape), dtype)
 
 
-AS_IT_IS, IN_GROUPS, IN_EXACT_GROUPS = AsItIs(), GroupedFP8(), ExactGroups()
+AS_IT_IS, IN_GROUPS, IN_EXACT_GROUPS = Saved(), GroupedFP8(), ExactGroups()

@@ -35,7 +35,7 @@ from msamp.numerics.tensor import ScalingTensor, contiguous
 from msamp.optim import updates
 from msamp.optim.clip import check_max_norm
 from msamp.optim.decision import GradientDecision, LossScale, decide, measure, weight_scale_invs
-from msamp.optim.device_flag import DeviceFlag
+from msamp.optim.device_copy import DeviceCopy
 from msamp.optim.masters import follow_states_, version_of
 from msamp.optim.shard import Holding, Shard
 from msamp.optim.states import (
@@ -167,9 +167,9 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         first step on that device."""
         return self._usable
 
-    def skipped(self) -> bool | DeviceFlag:
+    def skipped(self) -> bool | DeviceCopy:
         """Whether the last step was skipped. On a GPU this is an asynchronous flag, so that a caller who reads it later need not wait."""
-        return DeviceFlag(~self._usable) if self._usable.is_cuda else not bool(self._usable)
+        return DeviceCopy(~self._usable) if self._usable.is_cuda else not bool(self._usable)
 
     def refresh(self, *, weights: bool = True) -> None:
         """Prepare the replay of a CUDA graph that contains a step: send changed learning rates and weight decays to the device, and update

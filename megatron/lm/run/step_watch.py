@@ -22,7 +22,7 @@ from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.grad_scaling import NOT_FINITE
 from msamp.comm.replicas import faults
-from msamp.optim.device_flag import DeviceCopy, DeviceFlag
+from msamp.optim.device_copy import DeviceCopy
 
 NAMED = 3  # maximum of tensors per rank, and of ranks, in a message
 FAULTS = 8  # maximum of faults of copies in a message
@@ -60,7 +60,7 @@ class _StepReport(NamedTuple):
     """A pending step: all ranks' sums of loss, tokens and requests, and the non-finite ones of this rank's loss and gradients."""
 
     iteration: int
-    skipped: bool | DeviceFlag
+    skipped: bool | DeviceCopy
     grad_norm: Tensor
     loss_scale: DeviceCopy | None
     sums: DeviceCopy

@@ -263,10 +263,10 @@ def meanings(runs: Sequence[Run]) -> list[str]:
     named = {run.name: str((run.precision or {}).get("recipe")) for run in runs}
     if set(named.values()) == {"None"}:
         return []
-    from msamp.numerics import recipe, recipe_words  # torch, for seconds
+    from msamp.numerics import recipe  # torch, for seconds
 
     known = {name: of_run for name, of_run in named.items() if of_run in recipe.names()}
-    return [f"{name}: {recipe_words.describe(recipe.by_name(of_run))}." for name, of_run in known.items()]
+    return [f"{name}: {recipe.describe(recipe.by_name(of_run))}." for name, of_run in known.items()]
 
 
 def _page(runs: Sequence[Run], picture: bytes, entropy: float | None, problems: Sequence[str] | None) -> str:

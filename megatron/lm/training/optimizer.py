@@ -18,7 +18,7 @@ from msamp.fp16.scaler import LossScaler
 from msamp.numerics import formats
 from msamp.numerics.recipe import KINDS, Recipe
 from msamp.numerics.stochastic_rounding import tensor_key
-from msamp.optim.device_flag import DeviceFlag
+from msamp.optim.device_copy import DeviceCopy
 from msamp.optim.optimizer import LowPrecisionOptimizer
 from msamp.optim.states import parameter_kind, weight_format
 from msamp.optim.updates import MASTER, WEIGHT, formats_of, kept_states, update_of
@@ -158,11 +158,11 @@ def global_norm(params: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
 class Schedule(OptimizerParamScheduler):
     """megatron-core's schedule, without waiting for the device to report whether a step was skipped."""
 
-    _skipped: bool | DeviceFlag = True  # for the last step of `advance_unless`, until `apply_pending` applies it
+    _skipped: bool | DeviceCopy = True  # for the last step of `advance_unless`, until `apply_pending` applies it
     _samples = 0  # sequences of that step
     in_samples = False  # whether the schedule counts samples, instead of iterations
 
-    def advance_unless(self, skipped: bool | DeviceFlag, samples: int) -> None:
+    def advance_unless(self, skipped: bool | DeviceCopy, samples: int) -> None:
         """Advance by one iteration of `samples` sequences unless `skipped`: at once if that is known, else in the next `apply_pending`."""
         self._skipped, self._samples = skipped, samples
         if isinstance(skipped, bool):

@@ -20,7 +20,7 @@ from msamp.comm.grad_sync import GradSync
 from msamp.fp16.scaler import LossScaler
 from msamp.nn.precision_guard import LayerGuard
 from msamp.nn.scaling_state import ScalingState
-from msamp.optim.device_flag import DeviceCopy, DeviceFlag
+from msamp.optim.device_copy import DeviceCopy
 from msamp.optim.optimizer import LowPrecisionOptimizer
 
 Batches = Iterator[dict[str, Tensor]]
@@ -88,6 +88,6 @@ class StepResult:
     tokens: Tensor
     grad_norm: Tensor
     lr: float
-    skipped: bool | DeviceFlag
+    skipped: bool | DeviceCopy
     loss_scale: DeviceCopy | None = None
     eager: bool | None = None

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from msamp.kernels.reference.activate import features
-from msamp.kernels.triton.cast import _constants
+from msamp.kernels.triton.cast import fp8_constants
 from msamp.kernels.triton.cast_transpose import (
     _higher,
     _inverse,
@@ -194,7 +194,7 @@ def activate(y, kind, scale, amax_slot, dtype, *, scale_inv_slot=None, channel_s
     y, M = y.contiguous(), y.shape[0]
     a = torch.empty(M, F, dtype=dtype, device=y.device)
     grid = (max(1, triton.cdiv(M, TILE_M)), max(1, triton.cdiv(F, TILE_N)))
-    constants = _constants(dtype, y.device)
+    constants = fp8_constants(dtype, y.device)
 
     def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
         _activate_kernel[grid](
@@ -216,14 +216,14 @@ def activate_backward(
     g, g_t = _layouts(M, N, True, quantised, dtype, device)
     a_t = torch.empty((F, M) if quantised else 0, dtype=a_dtype, device=device)
     partial = _partial_sums(colsum, grid[0], N, device)
-    of_a = _constants(a_dtype, device)
+    of_a = fp8_constants(a_dtype, device)
 
     def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
         _activate_backward_kernel[grid](
             grad_a, y, a_scale_inv, g, g_t if quantised else None, a_t if quantised else None, partial if colsum else None,
             scale, amax, scale_inv, channel_scale, M, F, SWIGLU=kind == "swiglu", SQUARED_RELU=kind == "squared-relu", ALIGNED=M % 4 == 0,
             TILE_M=tile_m, TILE_N=tile_n, TILES=tiles, STAGES=stages,
-            A_MAX=of_a["FP8_MAX"], A_MANTISSA=of_a["MANTISSA"], A_BIAS=of_a["BIAS"], num_warps=warps, **_constants(dtype, device),
+            A_MAX=of_a["FP8_MAX"], A_MANTISSA=of_a["MANTISSA"], A_BIAS=of_a["BIAS"], num_warps=warps, **fp8_constants(dtype, device),
         )  # fmt: skip
 
     return g, g_t, _quantise(launch, scale, amax_slot, scale_inv_slot, dtype, device), a_t, partial

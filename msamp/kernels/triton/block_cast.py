@@ -4,12 +4,11 @@ A tile of 128 x 128 contains all of every block that starts in it, in both direc
 one read. Each thread has groups of four rows, as in `cast_transpose`.
 """
 
-import torch
 import triton
 import triton.language as tl
 
 from msamp.kernels.reference.block_cast import check_block_cast, new_operand, no_operand
-from msamp.kernels.triton.cast import fp8_constants
+from msamp.kernels.triton.cast import as_stored, fp8_constants
 from msamp.kernels.triton.cast_transpose import _code, _load_rows, _put, _tell, _tile
 from msamp.kernels.triton.group_cast import _group_exponent, _group_scale_inv
 from msamp.kernels.triton.pack import _value
@@ -145,11 +144,10 @@ def block_cast(x, multiplier, amax_slot, *, rows, columns, dtype, scale_rule, ro
     y, table = new_operand(x, (M, N), block, dtype, scale_rule) if row else no_operand(x, dtype, scale_rule)
     y_t, table_t = new_operand(x, (N, M), block, dtype, scale_rule) if col else no_operand(x, dtype, scale_rule)
     exponent, limit = _fields(fmt.max)
-    source = x.view(torch.uint8) if x.element_size() == 1 else x
     if x.numel():
         _block_cast_kernel[triton.cdiv(M, TILE), triton.cdiv(N, TILE)](
-            source, multiplier, amax_slot, y if row else None, table if row else None, y_t if col else None, table_t if col else None, M, N,
-            SOURCE=of_dtype(x.dtype).mantissa_bits, SQUARE=rows > 1, COLUMNS=columns, RULE=scale_rule, EXPONENT=exponent, LIMIT=limit,
+            as_stored(x), multiplier, amax_slot, y if row else None, table if row else None, y_t if col else None, table_t if col else None,
+            M, N, SOURCE=of_dtype(x.dtype).mantissa_bits, SQUARE=rows > 1, COLUMNS=columns, RULE=scale_rule, EXPONENT=exponent, LIMIT=limit,
             SMALLEST_AMAX=fmt.max * SMALLEST, ALIGNED=M % 4 == 0, TILE=TILE, num_warps=WARPS, maxnreg=REGISTERS,
             **fp8_constants(dtype, x.device),
         )  # fmt: skip

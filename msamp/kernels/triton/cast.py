@@ -65,23 +65,24 @@ def _cast_kernel(
 
 @functools.cache
 def fp8_constants(dtype: torch.dtype, device: torch.device) -> dict[str, float | int | bool]:
-    """Return the format of `dtype` as compile-time constants of a kernel; HARDWARE is False under the interpreter (CPU tensors)."""
-    fmt = of_dtype(dtype)
-    bias = {3: 7, 2: 15}[fmt.mantissa_bits]
-    return {"FP8_MAX": fmt.max, "MANTISSA": fmt.mantissa_bits, "BIAS": bias, "HARDWARE": device.type == "cuda"}
-
-
-def _constants(dtype: torch.dtype, device: torch.device) -> dict[str, float | int | bool]:
-    """Return `fp8_constants`, with MANTISSA 0 for a dtype that is stored without a cast."""
+    """Return the format of `dtype` as compile-time constants of a kernel, with MANTISSA 0 for a dtype that is stored without a cast;
+    HARDWARE is False under the interpreter (CPU tensors)."""
+    of_format: dict[str, float | int | bool] = {"FP8_MAX": 0.0, "MANTISSA": 0, "BIAS": 0}
     if dtype.itemsize == 1:
-        return fp8_constants(dtype, device)
-    return {"FP8_MAX": 0.0, "MANTISSA": 0, "BIAS": 0, "HARDWARE": device.type == "cuda"}
+        fmt = of_dtype(dtype)
+        of_format = {"FP8_MAX": fmt.max, "MANTISSA": fmt.mantissa_bits, "BIAS": {3: 7, 2: 15}[fmt.mantissa_bits]}
+    return {**of_format, "HARDWARE": device.type == "cuda"}
+
+
+def as_stored(x: torch.Tensor) -> torch.Tensor:
+    """Return FP8 codes as bytes, as kernels read and write them, and a tensor in a wider format as it is."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 def cast(x, scale, dtype):
     """See the reference twin."""
     x = x.contiguous()
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    numel, payload = x.numel(), y.view(torch.uint8) if dtype.itemsize == 1 else y
-    _cast_kernel[-(-numel // BLOCK),](x, payload, scale, numel, BLOCK=BLOCK, num_warps=8, **_constants(dtype, x.device))
+    numel = x.numel()
+    _cast_kernel[-(-numel // BLOCK),](x, as_stored(y), scale, numel, BLOCK=BLOCK, num_warps=8, **fp8_constants(dtype, x.device))
     return y

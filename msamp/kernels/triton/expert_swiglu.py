@@ -11,7 +11,7 @@ import triton.language as tl
 from msamp.kernels.reference.activate import features
 from msamp.kernels.reference.cast_transpose import check_rows
 from msamp.kernels.triton.activate import BACKWARD, TILE_M, TILE_N, WARPS, _silu
-from msamp.kernels.triton.cast import _constants
+from msamp.kernels.triton.cast import fp8_constants
 from msamp.kernels.triton.cast_transpose import _higher, _layouts, _load_rows, _put, _quantise, _tell, _tile
 from msamp.kernels.triton.scale_from_amax import _inverse
 
@@ -116,7 +116,7 @@ def expert_swiglu(y, probs, scale, amax_slot, dtype, *, scale_inv_slot=None, end
     y, M = y.contiguous(), y.shape[0]
     a = torch.empty(M, F, dtype=dtype, device=y.device)
     grid = (max(1, triton.cdiv(M, TILE_M)), max(1, triton.cdiv(F, TILE_N)))
-    constants = _constants(dtype, y.device)
+    constants = fp8_constants(dtype, y.device)
 
     def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
         _expert_swiglu_kernel[grid](
@@ -136,13 +136,13 @@ def expert_swiglu_backward(grad_a, y, probs, a_scale_inv, a_dtype, scale, amax_s
     g, g_t = _layouts(M, 2 * F, True, True, dtype, device)
     a_t = torch.empty((F, M), dtype=a_dtype, device=device)
     grad_probs = torch.empty((parts(F), M), dtype=torch.float32, device=device)
-    of_a = _constants(a_dtype, device)
+    of_a = fp8_constants(a_dtype, device)
 
     def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
         _expert_swiglu_backward_kernel[grid](
             grad_a, y, probs, end, a_scale_inv, g, g_t, a_t, grad_probs, scale, amax, scale_inv, M, F,
             TILE_M=tile_m, TILE_N=tile_n,
-            A_MAX=of_a["FP8_MAX"], A_MANTISSA=of_a["MANTISSA"], A_BIAS=of_a["BIAS"], num_warps=warps, **_constants(dtype, device),
+            A_MAX=of_a["FP8_MAX"], A_MANTISSA=of_a["MANTISSA"], A_BIAS=of_a["BIAS"], num_warps=warps, **fp8_constants(dtype, device),
         )  # fmt: skip
 
     return g, g_t, _quantise(launch, scale, amax_slot, scale_inv_slot, dtype, device), a_t, grad_probs

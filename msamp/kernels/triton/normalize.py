@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from msamp.kernels.reference.normalize import check_normalize
-from msamp.kernels.triton.cast import _constants, _rounded, fp8_constants
+from msamp.kernels.triton.cast import _rounded, as_stored, fp8_constants
 from msamp.kernels.triton.cast_transpose import _code, _quantise, _tell
 from msamp.kernels.triton.scale_from_amax import _inverse
 
@@ -156,18 +156,17 @@ def normalize(x, residual, weight, bias, eps, scale, amax_slot, dtype, *, rms, s
     x = x.contiguous()
     M, N = x.shape
     tile, elements = _rows(N)
-    constants = {**tile, **_constants(dtype, x.device), "RMS": rms, "num_warps": max(4, min(32, elements // 1024))}
+    constants = {**tile, **fp8_constants(dtype, x.device), "RMS": rms, "num_warps": max(4, min(32, elements // 1024))}
     grid = (max(1, triton.cdiv(M, tile["ROWS"])),)  # the first program writes scale_inv even without rows
     total = x.new_empty(0) if residual is None else torch.empty_like(x)
     y = torch.empty(M, N, dtype=dtype, device=x.device)
     mean = x.new_empty(0 if rms else M, dtype=torch.float32)
     rstd = x.new_empty(M, dtype=torch.float32)
     addend = None if residual is None else residual.contiguous()
-    out = y.view(torch.uint8) if dtype.itemsize == 1 else y
 
     def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
         _normalize_kernel[grid](
-            x, addend, weight, bias, total, out, mean, rstd, scale, amax, scale_inv, eps, M, N, enable_fp_fusion=False, **constants
+            x, addend, weight, bias, total, as_stored(y), mean, rstd, scale, amax, scale_inv, eps, M, N, enable_fp_fusion=False, **constants
         )
 
     scale_inv = _quantise(launch, scale, amax_slot, scale_inv_slot, dtype, x.device)

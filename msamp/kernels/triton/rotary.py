@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from msamp.kernels.reference.rotary import check_tables, head_width, table_rows
-from msamp.kernels.triton.cast import _constants, _rounded, fp8_constants
+from msamp.kernels.triton.cast import _rounded, fp8_constants
 from msamp.kernels.triton.cast_transpose import (
     _code,
     _higher,
@@ -309,7 +309,7 @@ def rotary_backward(
     grid = (parts(M), heads + 2 * groups)
     g, g_t = _layouts(M, N, True, quantised, dtype, device)
     partial = _partial_sums(colsum, grid[0], N, device)
-    cos, sin, constants = cos.contiguous(), sin.contiguous(), _constants(dtype, device)
+    cos, sin, constants = cos.contiguous(), sin.contiguous(), fp8_constants(dtype, device)
     half = triton.next_power_of_2(d // 2)
 
     def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:

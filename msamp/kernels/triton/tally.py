@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from msamp.kernels.triton.cast import as_stored
 from msamp.kernels.triton.pack import _value
 from msamp.numerics.formats import of_dtype
 
@@ -144,11 +145,6 @@ def _finish_kernel(partials, programs, row, scale_inv, SUMS: tl.constexpr, FINIS
         tl.store(row + column, 1.0 / tl.load(scale_inv).to(tl.float64))
 
 
-def _raw(x: torch.Tensor) -> torch.Tensor:
-    x = x.contiguous()
-    return x.view(torch.uint8) if x.element_size() == 1 else x
-
-
 def _mantissa(x: torch.Tensor) -> int:
     return of_dtype(x.dtype).mantissa_bits
 
@@ -157,7 +153,7 @@ def count_(row, x, payload):
     """See the reference twin."""
     if x.numel():
         _count_kernel[(triton.cdiv(x.numel(), COUNT_CHUNK),)](
-            row, _raw(x), _raw(payload), x.numel(),
+            row, as_stored(x.contiguous()), as_stored(payload.contiguous()), x.numel(),
             FROM=_mantissa(x), TO=_mantissa(payload), LIMIT=of_dtype(payload.dtype).max,
             HARDWARE=x.is_cuda, BLOCK=BLOCK, CHUNK=COUNT_CHUNK, num_warps=8,
         )  # fmt: skip
@@ -170,7 +166,7 @@ def tally_(row, x, payload, scale_inv):
     programs = triton.cdiv(x.numel(), CHUNK)
     partials = torch.empty(TALLY_SUMS + 1, programs, dtype=torch.float64, device=x.device)
     _tally_kernel[(programs,)](
-        _raw(x), _raw(payload), scale_inv, x.numel(), partials, programs,
+        as_stored(x.contiguous()), as_stored(payload.contiguous()), scale_inv, x.numel(), partials, programs,
         FROM=_mantissa(x), TO=_mantissa(payload), LIMIT=of_dtype(payload.dtype).max,
         HARDWARE=x.is_cuda, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=8,
     )  # fmt: skip
@@ -184,7 +180,7 @@ def tally_update_(row, before, wanted, stored, scale_inv):
     programs = triton.cdiv(before.numel(), CHUNK)
     partials = torch.empty(UPDATE_SUMS, programs, dtype=torch.float64, device=before.device)
     _tally_update_kernel[(programs,)](
-        before.contiguous(), wanted.contiguous(), _raw(stored), scale_inv, before.numel(), partials, programs,
+        before.contiguous(), wanted.contiguous(), as_stored(stored.contiguous()), scale_inv, before.numel(), partials, programs,
         TO=_mantissa(stored), HARDWARE=before.is_cuda, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=8,
     )  # fmt: skip
     _finish_kernel[(UPDATE_SUMS,)](partials, programs, row, scale_inv, SUMS=UPDATE_SUMS, FINISH=FINISH)

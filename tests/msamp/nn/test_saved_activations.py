@@ -5,12 +5,12 @@ import torch
 
 from helpers.choices import each_value
 from helpers.numerics import SMALL, make
-from msamp.nn.saved_activations import AsItIs, ExactGroups, GroupedFP8
+from msamp.nn.saved_activations import ExactGroups, GroupedFP8, Saved
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.metrics import sqnr_db, underflow_frac
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-WAYS = [AsItIs(), GroupedFP8(), GroupedFP8(E5M2, 32), GroupedFP8(axis=0), ExactGroups()]
+WAYS = [Saved(), GroupedFP8(), GroupedFP8(E5M2, 32), GroupedFP8(axis=0), ExactGroups()]
 
 
 @each_value(dtype=[torch.bfloat16, torch.float16, torch.float32], saved=WAYS)
@@ -19,13 +19,13 @@ def test_comes_back_in_its_shape_and_dtype_and_takes_what_it_says(saved, dtype, 
     parts = saved.keep(x)
     back = saved.restore(parts, dtype)
     assert (back.shape, back.dtype, back.device) == (x.shape, x.dtype, x.device)
-    assert sqnr_db(x, back) > (24 if saved != AsItIs() else 300)
+    assert sqnr_db(x, back) > (24 if saved != Saved() else 300)
     assert sum(part.nbytes for part in parts) == x.numel() * saved.element_bytes(dtype.itemsize)
 
 
 def test_as_it_is_nothing_is_copied():
     x = make("normal", SMALL)
-    assert AsItIs().keep(x)[0] is x
+    assert Saved().keep(x)[0] is x
 
 
 def test_groups_lie_along_their_axis():

@@ -15,13 +15,13 @@ from msamp.nn.attention_block import AttentionBlock
 from msamp.nn.linear import FP8Linear
 from msamp.nn.linear_fn import LinearFunction
 from msamp.nn.mlp_block import MLPBlock
-from msamp.nn.saved_activations import AsItIs, GroupedFP8, Saved
+from msamp.nn.saved_activations import GroupedFP8, Saved
 from msamp.nn.unfused import ActivationFunction, NormFunction
 from msamp.numerics import recipe
 from msamp.parallel.head_exchange import HeadExchange
 
 TOKENS, WIDE = S * B, 2
-ways = pytest.mark.parametrize("saved", [AsItIs(), GroupedFP8()], ids=["as it is", "groups"])
+ways = pytest.mark.parametrize("saved", [Saved(), GroupedFP8()], ids=["as it is", "groups"])
 
 
 def stream(seed: int = 0, width: int = H) -> Tensor:
@@ -37,7 +37,7 @@ def measured(run: Any, parameters: list[Any]) -> float:
     return sum(x.nbytes for at, x in kept.items() if at not in own and x.numel() > TOKENS) / TOKENS
 
 
-@each_value(saved=[AsItIs(), GroupedFP8()], recompute=[False, True], activation=["gelu", "swiglu", "squared-relu"])
+@each_value(saved=[Saved(), GroupedFP8()], recompute=[False, True], activation=["gelu", "swiglu", "squared-relu"])
 def test_mlp_block(activation: str, recompute: bool, saved: Saved):
     half = mlp_half(recipe.O2, activation=activation)
     how = mlp_settings(half, activation, saved=saved, recompute=recompute)
@@ -46,7 +46,7 @@ def test_mlp_block(activation: str, recompute: bool, saved: Saved):
     assert found == sum(MLPBlock.saved_bytes(H, width, WIDE, saved, recompute=recompute))
 
 
-@each_value(saved=[AsItIs(), GroupedFP8()], recompute=[False, True], groups=[1, 2, HEADS])
+@each_value(saved=[Saved(), GroupedFP8()], recompute=[False, True], groups=[1, 2, HEADS])
 def test_attention_block(groups: int, recompute: bool, saved: Saved):
     half = attention_half(recipe.O2, groups=groups)
 
@@ -69,7 +69,7 @@ def test_attention_block_whose_heads_are_shared(recompute: bool):
     how = attention_settings(half, groups, recompute=recompute, sharing=HeadExchange(Peers(None, WireBytes()), attend))
     attention = AttentionBlock.apply(stream(), *half.arguments(), how)[0].grad_fn.attention
     held = [*attention.parts, *(x for x in (attention.attended, attention.payload) if x is not None)]
-    want = AttentionBlock.saved_bytes(H, HEADS, groups, D, WIDE, AsItIs(), recompute=recompute, shared=True)
+    want = AttentionBlock.saved_bytes(H, HEADS, groups, D, WIDE, Saved(), recompute=recompute, shared=True)
     assert sum(x.nbytes for x in held) / TOKENS == want.inner
 
 
@@ -78,7 +78,7 @@ def test_attention_block_with_norms_of_queries_and_keys():
     weights = [torch.ones(D), torch.zeros(D), torch.ones(D), torch.zeros(D)]
     through = AttentionBlock.apply(stream(), *half.arguments(), attention_settings(half, groups), *weights)
     kept = sum(kept.rows.nbytes for kept in through[0].grad_fn.heads.kept) / TOKENS
-    plain, normed = (AttentionBlock.saved_bytes(H, HEADS, groups, D, WIDE, AsItIs(), head_norms=norms) for norms in (False, True))
+    plain, normed = (AttentionBlock.saved_bytes(H, HEADS, groups, D, WIDE, Saved(), head_norms=norms) for norms in (False, True))
     assert (normed.norm, normed.inner) == (plain.norm, plain.inner + kept)
 
 
@@ -88,7 +88,7 @@ def test_attention_block_in_fp8(recompute: bool):
     how = attention_settings(half, fp8=fp8_attention(half), recompute=recompute)
     attention = AttentionBlock.apply(stream(), *half.arguments(), how)[0].grad_fn.attention
     held = [*attention.operands[:3], *((attention.attended.o, attention.attended.stats) if attention.attended else ())]
-    want = AttentionBlock.saved_bytes(H, HEADS, HEADS, D, WIDE, AsItIs(), fp8=True, recompute=recompute)
+    want = AttentionBlock.saved_bytes(H, HEADS, HEADS, D, WIDE, Saved(), fp8=True, recompute=recompute)
     # The first token, which is computed apart, has no row in the kernel's output and statistics.
     missing = 0 if recompute else B * HEADS * (D + 4)
     assert (sum(x.nbytes for x in held) + missing) / TOKENS == want.inner

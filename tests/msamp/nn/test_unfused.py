@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from helpers.numerics import make
-from msamp.nn.saved_activations import AsItIs, GroupedFP8
+from msamp.nn.saved_activations import GroupedFP8, Saved
 from msamp.nn.unfused import Activation, LayerNorm, RMSNorm
 from msamp.numerics.metrics import sqnr_db
 
@@ -29,7 +29,7 @@ def gradients(norm: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> tup
 
 
 # Of groups of 16 in E4M3 the noise of one rounding, 31.5 dB, reaches the gradients of input and weight; the bias sees no input.
-@pytest.mark.parametrize(("saved", "least"), [(AsItIs(), 100.0), (GroupedFP8(), 28.0)], ids=["as it is", "coat"])
+@pytest.mark.parametrize(("saved", "least"), [(Saved(), 100.0), (GroupedFP8(), 28.0)], ids=["as it is", "coat"])
 @pytest.mark.parametrize("rms", [False, True])
 def test_value_and_gradients(rms, saved, least, device):
     mine, theirs = pair(rms, saved, device)
@@ -78,7 +78,7 @@ def plain(y: torch.Tensor, kind: str) -> torch.Tensor:
     return functional.silu(gate) * up
 
 
-@pytest.mark.parametrize(("saved", "least"), [(AsItIs(), 100.0), (GroupedFP8(), 30.0)], ids=["as it is", "coat"])
+@pytest.mark.parametrize(("saved", "least"), [(Saved(), 100.0), (GroupedFP8(), 30.0)], ids=["as it is", "coat"])
 @pytest.mark.parametrize("kind", ["gelu", "swiglu", "squared-relu"])
 def test_value_and_gradient(kind, saved, least, device):
     y = make("normal", (6, 40, 64), device=device).requires_grad_()

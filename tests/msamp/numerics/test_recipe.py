@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from msamp.numerics import formats, recipe
-from msamp.numerics.recipe_words import describe
 from msamp.numerics.scaling import Current, Delayed
 
 
@@ -80,4 +79,4 @@ def test_only_an_fp8_recipe_casts_in_another_way():
 
 
 def test_every_recipe_can_be_described() -> None:
-    assert all(describe(recipe.by_name(name)).startswith("GEMMs") for name in recipe.names())
+    assert all(recipe.describe(recipe.by_name(name)).startswith("GEMMs") for name in recipe.names())

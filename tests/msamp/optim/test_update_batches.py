@@ -5,7 +5,7 @@ from torch import nn
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import E4M3, FP16, FP32
 from msamp.numerics.recipe import StateFormats
-from msamp.optim.device_flag import DeviceFlag
+from msamp.optim.device_copy import DeviceCopy
 from msamp.optim.optimizer import LowPrecisionOptimizer
 from msamp.optim.update_batches import KeptAmaxes, update_batches
 
@@ -109,7 +109,7 @@ def test_what_a_refresh_has_read_the_captured_step_after_it_does_not_read(monkey
 @pytest.mark.parametrize("value", [True, False])
 def test_it_is_what_the_device_had_found_when_it_was_asked(value, device):
     found = torch.tensor(value, device=device)
-    flag = DeviceFlag(found)
+    flag = DeviceCopy(found)
     found.logical_not_()
     assert bool(flag) is value
     assert bool(flag) is value

@@ -18,7 +18,7 @@ from megatron.lm.training.state import Training
 from msamp.comm.collectives import Peers
 from msamp.numerics.metrics import undelivered_share
 from msamp.optim import updates
-from msamp.optim.device_flag import DeviceCopy
+from msamp.optim.device_copy import DeviceCopy
 from msamp.optim.update_error import SUMS, update_distances
 
 EVERY = 50  # steps from check to check

@@ -18,7 +18,7 @@ from msamp.numerics import formats
 from msamp.numerics.formats import Format
 from msamp.numerics.stochastic_rounding import tensor_key
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.device_flag import DeviceFlag
+from msamp.optim.device_copy import DeviceCopy
 from msamp.optim.optimizer import FP8AdamW
 from msamp.parallel.greedy_zero import ZeRO
 
@@ -168,8 +168,8 @@ def test_the_schedule_moves_on_by_steps_that_count_as_soon_as_it_is_told():
     _, optimizer, _ = build()
     schedule = schedule_of(optimizer, tiny.config("corpus"))
 
-    def flag(value: bool) -> DeviceFlag:
-        return DeviceFlag(torch.tensor(value))
+    def flag(value: bool) -> DeviceCopy:
+        return DeviceCopy(torch.tensor(value))
 
     schedule.advance_unless(False, 8)
     schedule.advance_unless(True, 8)

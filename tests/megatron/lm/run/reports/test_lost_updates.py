@@ -12,7 +12,7 @@ from helpers.faulty import told
 from megatron.lm.run.reports import lost_updates
 from megatron.lm.run.reports.lost_updates import LostUpdates
 from megatron.lm.step import train_step
-from msamp.optim.device_flag import DeviceCopy
+from msamp.optim.device_copy import DeviceCopy
 
 FC1 = "decoder.layers.1.mlp.linear_fc1"
 NEAREST = {"master_rounding": "nearest"}

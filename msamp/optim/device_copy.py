@@ -26,13 +26,6 @@ class DeviceCopy:
             self._event.synchronize()
         return self._host
 
-
-class DeviceFlag(DeviceCopy):
-    """An asynchronous copy of a bool to the host; `bool()` waits as `values` does.
-
-    Args:
-        x: bool 0-dim; may change afterwards.
-    """
-
     def __bool__(self) -> bool:
+        """Whether the copy of a 0-dim tensor is true; waits as `values` does."""
         return bool(self.values())
