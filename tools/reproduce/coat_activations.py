@@ -53,7 +53,7 @@ SWIGLU = "SwiGLU input"
 
 
 @dataclass(frozen=True)
-class OneScale:
+class OneScale(Saved):
     """E4M3 with one scale per tensor, as for a linear layer's input."""
 
     def element_bytes(self, wide: int) -> float:
