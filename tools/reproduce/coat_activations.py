@@ -70,7 +70,7 @@ class OneScale(Saved):
 
 
 @dataclass(frozen=True)
-class OneScaleAToken:
+class OneScaleAToken(Saved):
     """E4M3 with one power-of-two scale per token of `channels` channels."""
 
     channels: int
