@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from msamp.kernels.reference.normalize import check_normalize
-from msamp.kernels.triton.cast import _rounded, as_stored, fp8_constants
+from msamp.kernels.triton.cast import _as_stored, _rounded, fp8_constants
 from msamp.kernels.triton.cast_transpose import _code, _quantise, _tell
 from msamp.kernels.triton.scale_from_amax import _inverse
 
@@ -166,7 +166,22 @@ def normalize(x, residual, weight, bias, eps, scale, amax_slot, dtype, *, rms, s
 
     def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
         _normalize_kernel[grid](
-            x, addend, weight, bias, total, as_stored(y), mean, rstd, scale, amax, scale_inv, eps, M, N, enable_fp_fusion=False, **constants
+            x,
+            addend,
+            weight,
+            bias,
+            total,
+            _as_stored(y),
+            mean,
+            rstd,
+            scale,
+            amax,
+            scale_inv,
+            eps,
+            M,
+            N,
+            enable_fp_fusion=False,
+            **constants,
         )
 
     scale_inv = _quantise(launch, scale, amax_slot, scale_inv_slot, dtype, x.device)
