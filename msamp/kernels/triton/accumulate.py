@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from msamp.kernels.scalar_pool import take
-from msamp.kernels.triton.cast import _as_stored
+from msamp.kernels.triton.cast import _bytes
 from msamp.kernels.triton.pack import _amax_of_bits, _bits, _payload, _value
 from msamp.kernels.triton.scale_from_amax import _scale
 from msamp.kernels.triton.store import OF_M, _hash, _stochastic, _words
@@ -100,7 +100,7 @@ def accumulate(g, payload, scale_inv, draw, key, first):
         "BLOCK": BLOCK, "CHUNK": CHUNK, "num_warps": WARPS,
     }  # fmt: skip
     exponent, largest = _fields(fmt.max)
-    scratch, stored, grid = take(g.device, 2), _as_stored(payload), (max(1, triton.cdiv(numel, CHUNK)),)
+    scratch, stored, grid = take(g.device, 2), _bytes(payload), (max(1, triton.cdiv(numel, CHUNK)),)
     _measure_kernel[grid](g, stored, scale_inv, draw, scratch, numel, **constants)
     _store_kernel[grid](
         g, stored, scale_inv, draw, scratch, numel, key, EXPONENT=exponent, LARGEST=largest, WIDE=numel >= 2**34, **constants
@@ -111,6 +111,6 @@ def add_payload_(g, payload, scale_inv, *, replace=False):
     """See the reference twin."""
     numel, block = g.numel(), 2 * BLOCK
     _add_payload_kernel[max(1, triton.cdiv(numel, block)),](
-        g, _as_stored(payload), scale_inv, numel, REPLACE=replace, G=of_dtype(g.dtype).mantissa_bits,
+        g, _bytes(payload), scale_inv, numel, REPLACE=replace, G=of_dtype(g.dtype).mantissa_bits,
         MANTISSA=of_dtype(payload.dtype).mantissa_bits, HARDWARE=g.is_cuda, BLOCK=block, num_warps=WARPS,
     )  # fmt: skip

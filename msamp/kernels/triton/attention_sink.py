@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from msamp.kernels.triton.cast import _as_stored, _rounded, fp8_constants
+from msamp.kernels.triton.cast import _bytes, _rounded, fp8_constants
 from msamp.kernels.triton.cast_transpose import _code, _higher, _quantise, _tell, nothing
 from msamp.kernels.triton.pack import _value
 from msamp.kernels.triton.scale_from_amax import _inverse
@@ -213,7 +213,7 @@ def sink_merge(query, o, lse, sink, scale_invs, softmax_scale, scale, amax_slot,
     """See the reference twin."""
     (s, b, heads, d), groups = query.shape, sink.shape[2]
     y = torch.empty(query.shape, dtype=dtype, device=query.device)
-    codes, constants = _as_stored(y), fp8_constants(dtype, query.device)
+    codes, constants = _bytes(y), fp8_constants(dtype, query.device)
 
     def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
         _merge_kernel[b * heads, parts(s)](
@@ -235,7 +235,7 @@ def sink_backward(
     output = nothing(query.dtype, device) if output_scale_inv is None else torch.empty_like(query)
     ds = torch.empty((s, b, heads), dtype=torch.float32, device=device)
     sums = torch.empty((parts(s), 2 * b * heads * d), dtype=torch.float32, device=device)
-    written = [_as_stored(x) for x in (given, centered, output)]
+    written = [_bytes(x) for x in (given, centered, output)]
     constants = fp8_constants(dtype, device)
 
     def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from msamp.kernels.reference.block_cast import check_block_cast, new_operand, no_operand
-from msamp.kernels.triton.cast import _as_stored, fp8_constants
+from msamp.kernels.triton.cast import _bytes, fp8_constants
 from msamp.kernels.triton.cast_transpose import _code, _load_rows, _put, _tell, _tile
 from msamp.kernels.triton.group_cast import _group_exponent, _group_scale_inv
 from msamp.kernels.triton.pack import _value
@@ -146,7 +146,7 @@ def block_cast(x, multiplier, amax_slot, *, rows, columns, dtype, scale_rule, ro
     exponent, limit = _fields(fmt.max)
     if x.numel():
         _block_cast_kernel[triton.cdiv(M, TILE), triton.cdiv(N, TILE)](
-            _as_stored(x), multiplier, amax_slot, y if row else None, table if row else None, y_t if col else None, table_t if col else None,
+            _bytes(x), multiplier, amax_slot, y if row else None, table if row else None, y_t if col else None, table_t if col else None,
             M, N, SOURCE=of_dtype(x.dtype).mantissa_bits, SQUARE=rows > 1, COLUMNS=columns, RULE=scale_rule, EXPONENT=exponent, LIMIT=limit,
             SMALLEST_AMAX=fmt.max * SMALLEST, ALIGNED=M % 4 == 0, TILE=TILE, num_warps=WARPS, maxnreg=REGISTERS,
             **fp8_constants(dtype, x.device),

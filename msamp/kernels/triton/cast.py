@@ -74,7 +74,7 @@ def fp8_constants(dtype: torch.dtype, device: torch.device) -> dict[str, float |
     return {**of_format, "HARDWARE": device.type == "cuda"}
 
 
-def _as_stored(x: torch.Tensor) -> torch.Tensor:
+def _bytes(x: torch.Tensor) -> torch.Tensor:
     """Return FP8 codes as bytes, as kernels read and write them, and a tensor in a wider format as it is."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
@@ -84,5 +84,5 @@ def cast(x, scale, dtype):
     x = x.contiguous()
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     numel = x.numel()
-    _cast_kernel[-(-numel // BLOCK),](x, _as_stored(y), scale, numel, BLOCK=BLOCK, num_warps=8, **fp8_constants(dtype, x.device))
+    _cast_kernel[-(-numel // BLOCK),](x, _bytes(y), scale, numel, BLOCK=BLOCK, num_warps=8, **fp8_constants(dtype, x.device))
     return y

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from msamp.kernels.reference.cast_transpose import check_asked
-from msamp.kernels.triton.cast import _as_stored, _block_amax, _fp8_code, _rounded, fp8_constants
+from msamp.kernels.triton.cast import _block_amax, _bytes, _fp8_code, _rounded, fp8_constants
 from msamp.kernels.triton.pack import _value
 from msamp.kernels.triton.scale_from_amax import _inverse, scale_from_amax, scale_from_maxima
 from msamp.numerics.formats import of_dtype
@@ -322,7 +322,7 @@ def cast_columns(x, scale, channel_scale, dtype):
     y = torch.empty(M, N, dtype=dtype, device=x.device)
     if x.numel():
         _cast_columns_kernel[triton.cdiv(M, 16), triton.cdiv(N, 512)](
-            _as_stored(x), _as_stored(y), scale, channel_scale.contiguous(), M, N,
+            _bytes(x), _bytes(y), scale, channel_scale.contiguous(), M, N,
             SOURCE=of_dtype(x.dtype).mantissa_bits, TILE_M=16, TILE_N=512, num_warps=8, **fp8_constants(dtype, x.device),
         )  # fmt: skip
     return y

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from msamp.kernels.reference.normalize import check_normalize
-from msamp.kernels.triton.cast import _as_stored, _rounded, fp8_constants
+from msamp.kernels.triton.cast import _bytes, _rounded, fp8_constants
 from msamp.kernels.triton.cast_transpose import _code, _quantise, _tell
 from msamp.kernels.triton.scale_from_amax import _inverse
 
@@ -171,7 +171,7 @@ def normalize(x, residual, weight, bias, eps, scale, amax_slot, dtype, *, rms, s
             weight,
             bias,
             total,
-            _as_stored(y),
+            _bytes(y),
             mean,
             rstd,
             scale,

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from msamp.kernels.triton.cast import _as_stored, _fp8_code, _rounded, fp8_constants
+from msamp.kernels.triton.cast import _bytes, _fp8_code, _rounded, fp8_constants
 from msamp.kernels.triton.pack import _value
 from msamp.numerics.formats import of_dtype
 
@@ -65,7 +65,7 @@ def sum_payloads(payloads, factor, dtype, own=None, rank=0):
     ranks, numel = payloads.shape
     y = torch.empty(numel, dtype=dtype, device=payloads.device)
     _sum_payloads_kernel[max(1, triton.cdiv(numel, BLOCK)),](
-        _as_stored(payloads), _as_stored(payloads if own is None else own), factor, _as_stored(y), numel,
+        _bytes(payloads), _bytes(payloads if own is None else own), factor, _bytes(y), numel,
         RANKS=ranks, OWN=-1 if own is None else rank, FROM=of_dtype(payloads.dtype).mantissa_bits,
         BLOCK=BLOCK, num_warps=8, **fp8_constants(dtype, y.device),
     )  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from msamp.kernels.triton.cast import _as_stored
+from msamp.kernels.triton.cast import _bytes
 from msamp.kernels.triton.pack import _value
 from msamp.numerics.formats import of_dtype
 
@@ -153,7 +153,7 @@ def count_(row, x, payload):
     """See the reference twin."""
     if x.numel():
         _count_kernel[(triton.cdiv(x.numel(), COUNT_CHUNK),)](
-            row, _as_stored(x.contiguous()), _as_stored(payload.contiguous()), x.numel(),
+            row, _bytes(x.contiguous()), _bytes(payload.contiguous()), x.numel(),
             FROM=_mantissa(x), TO=_mantissa(payload), LIMIT=of_dtype(payload.dtype).max,
             HARDWARE=x.is_cuda, BLOCK=BLOCK, CHUNK=COUNT_CHUNK, num_warps=8,
         )  # fmt: skip
@@ -166,7 +166,7 @@ def tally_(row, x, payload, scale_inv):
     programs = triton.cdiv(x.numel(), CHUNK)
     partials = torch.empty(TALLY_SUMS + 1, programs, dtype=torch.float64, device=x.device)
     _tally_kernel[(programs,)](
-        _as_stored(x.contiguous()), _as_stored(payload.contiguous()), scale_inv, x.numel(), partials, programs,
+        _bytes(x.contiguous()), _bytes(payload.contiguous()), scale_inv, x.numel(), partials, programs,
         FROM=_mantissa(x), TO=_mantissa(payload), LIMIT=of_dtype(payload.dtype).max,
         HARDWARE=x.is_cuda, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=8,
     )  # fmt: skip
@@ -180,7 +180,7 @@ def tally_update_(row, before, wanted, stored, scale_inv):
     programs = triton.cdiv(before.numel(), CHUNK)
     partials = torch.empty(UPDATE_SUMS, programs, dtype=torch.float64, device=before.device)
     _tally_update_kernel[(programs,)](
-        before.contiguous(), wanted.contiguous(), _as_stored(stored.contiguous()), scale_inv, before.numel(), partials, programs,
+        before.contiguous(), wanted.contiguous(), _bytes(stored.contiguous()), scale_inv, before.numel(), partials, programs,
         TO=_mantissa(stored), HARDWARE=before.is_cuda, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=8,
     )  # fmt: skip
     _finish_kernel[(UPDATE_SUMS,)](partials, programs, row, scale_inv, SUMS=UPDATE_SUMS, FINISH=FINISH)
