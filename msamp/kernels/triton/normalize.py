@@ -166,22 +166,7 @@ def normalize(x, residual, weight, bias, eps, scale, amax_slot, dtype, *, rms, s
 
     def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
         _normalize_kernel[grid](
-            x,
-            addend,
-            weight,
-            bias,
-            total,
-            _bytes(y),
-            mean,
-            rstd,
-            scale,
-            amax,
-            scale_inv,
-            eps,
-            M,
-            N,
-            enable_fp_fusion=False,
-            **constants,
+            x, addend, weight, bias, total, _bytes(y), mean, rstd, scale, amax, scale_inv, eps, M, N, enable_fp_fusion=False, **constants
         )
 
     scale_inv = _quantise(launch, scale, amax_slot, scale_inv_slot, dtype, x.device)
