@@ -40,12 +40,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("task", choices=tuple(OWN))
     add("--load", type=arguments.path, required=True, help="transformers folder")
     add("--data", type=arguments.path, help="JSON or JSON lines of conversations or preferences")
-    add("--opt-level", default="O2", choices=("O0", "O1", "O2", "O3"), help="(default: %(default)s)")
+    add("--opt-level", default="O2", choices=("O0", "O1", "O2", "O3", "fp32"), help="(default: %(default)s)")
     add(
         "--dtype",
         default="bf16",
         choices=tuple(models.DTYPES),
-        help="of the weights; fp32 computes under autocast to BF16 (default: %(default)s)",
+        help="of the weights; fp32 computes under autocast to BF16, unless the level is fp32 (default: %(default)s)",
     )
     add("--lr", type=float, default=1e-5, help="(default: %(default)s)")
     add("--seed", type=arguments.count(0), default=1234, help="(default: %(default)s)")
@@ -134,12 +134,13 @@ def tune(args: argparse.Namespace) -> dict[str, Any]:
     tuning = Tuning(args)
     row: dict[str, Any] = {name: getattr(args, name) for name in SETTINGS} | dict.fromkeys(MEASURED, "")
     torch.manual_seed(args.seed)
+    autocast = args.dtype == "fp32" and args.opt_level != "fp32"
     with tempfile.TemporaryDirectory() as folder:
         model = tuning.model(models.DTYPES[args.dtype])
-        trainer = tuning.trainer(folder, model, args.opt_level, autocast=args.dtype == "fp32")
+        trainer = tuning.trainer(folder, model, args.opt_level, autocast=autocast)
         if args.task != "grpo":
             # Where the reference is prepared by accelerate already, the policy is only when training starts.
-            with torch.autocast(tuning.device, torch.bfloat16, enabled=args.dtype == "fp32"):
+            with torch.autocast(tuning.device, torch.bfloat16, enabled=autocast):
                 row["start_loss"] = trainer.evaluate()["eval_loss"]
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()

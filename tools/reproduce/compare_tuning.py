@@ -2,8 +2,9 @@
 
     python tools/reproduce/compare_tuning.py --load smollm2 --sft alpaca_en_demo.json --dpo dpo_en_demo.json
 
-O0 runs twice: from BF16 weights, of which small updates reach the layers late, and from FP32 weights under autocast. All runs of a seed
-come before those of the next. Runs that are on file are skipped, so the same command continues where a call was cut off.
+O0 runs twice: from BF16 weights, of which small updates reach the layers late, and from FP32 weights under autocast, whose GEMMs round them
+to BF16. fp32 rounds nothing: it tells what FP8 costs from what BF16's rounding of weights hides. All runs of a seed come before those of
+the next. Runs that are on file are skipped, so the same command continues where a call was cut off.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from tools.bench import rows
 from tools.measurements import ROOT, read
 from tools.reproduce.compare_precisions import cards
 
-LEVELS = (("O0", "bf16"), ("O0", "fp32"), ("O1", "bf16"), ("O2", "bf16"), ("O3", "bf16"))
+LEVELS = (("O0", "bf16"), ("O0", "fp32"), ("O1", "bf16"), ("O2", "bf16"), ("O3", "bf16"), ("fp32", "fp32"))
 RATES = {"sft": ("1e-5", "5e-5"), "dpo": ("1e-6", "5e-6", "2e-5"), "grpo": ("1e-5",)}
 FLAGS = {"sft": "--batch 16 --valid-rows 99", "dpo": "--batch 8 --valid-rows 100", "grpo": "--batch 64"}
 
