@@ -123,7 +123,9 @@ class Tables:
         numbers = list(itertools.chain.from_iterable(zip(first, *zip(*ordered, strict=True), strict=False)))
         # torch.tensor of a list takes five times as long, for every table whose addresses have changed.
         table = self._cached(key, numbers, lambda: torch.frombuffer(array.array("q", numbers), dtype=torch.int64))
-        owners = self._cached((key, "owners"), counts, lambda: torch.repeat_interleave(torch.tensor(counts, device="cpu")).int())
+        # With its size: during a capture `HostReads` refuses shapes that follow from values.
+        repeated = functools.partial(torch.repeat_interleave, output_size=first[-1])
+        owners = self._cached((key, "owners"), counts, lambda: repeated(torch.tensor(counts, device="cpu")).int())
         split = first[odd.count(0)]
         parts = [(owners[:split], True), (owners[split:], False)]
         laid_out = table.view(len(rows), -1), [part for part in parts if part[0].numel()]

@@ -86,8 +86,8 @@ class Thresholds:
         """INT32 [count], 32 random bits each, for the elements from `start`; `state` is "m", "v" or "master"."""
         first = self.offset + start
         groups = torch.arange(first // LANES, -(-(first + count) // LANES), device=device)
-        of_lane = torch.tensor([_int32(x) for x in MULTIPLIERS[state]], dtype=torch.int32, device=device)
-        words = (hashes(self.key, groups)[:, None] * of_lane).view(-1)
+        shared = hashes(self.key, groups)
+        words = torch.stack([shared * _int32(x) for x in MULTIPLIERS[state]], 1).view(-1)
         return words[first % LANES :][:count] + self.turn
 
 

@@ -101,7 +101,7 @@ class _Momentum(Update):
             self._update(batch, i, values, numbers, (bounds[i : i + 1], 2.0 * batch_amaxes[self.master_row, i : i + 1]))
             for x, old in zip(_memory(stored), before, strict=False):
                 x.copy_(torch.where(usable, x, old))
-        torch._foreach_add_(batch.steps, usable.float())
+        torch._foreach_add_(batch.steps, [usable.float()] * len(batch.steps))  # of one tensor the host would read the value
         places = tables.send(("places", *batch.places), batch.places)
         kept[: self.master_row].index_copy_(1, places, self.stored_amaxes(batch))
 

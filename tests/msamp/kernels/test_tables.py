@@ -5,6 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from msamp.kernels.cuda_graph import HostReads
 from msamp.kernels.tables import Tables, numbered, rows_of
 
 ROWS = [(100, 32, 8, 7), (64, 16, 48, 5), (0, 0, 0, 1), (32, 160, 16, 9), (48, 80, 0, 3)]
@@ -62,6 +63,13 @@ def test_a_launch_that_follows_another_takes_its_table(device):
     other = tables.lay_out("a", ROWS[:2], 2, 32, again=True)
     assert other[0].tolist() == Tables(device).lay_out("a", ROWS[:2], 2, 32)[0].tolist()
     assert tables.lay_out("b", ROWS, 2, 32, again=True)[0].tolist() == first[0].tolist()
+
+
+def test_a_layout_within_a_capture_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with HostReads():
+        Tables(torch.device("cpu")).lay_out("a", ROWS, 2, 32)
 
 
 @pytest.mark.gpu
