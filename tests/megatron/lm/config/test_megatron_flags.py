@@ -4,22 +4,24 @@ import argparse
 import gc
 import importlib
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helpers import refusals, tiny
-from helpers.megatron_lines import BY_LINE
 from megatron.lm.config.cli import known_flags, parse, parse_args, to_argv
 from megatron.lm.config.megatron_flags.apply import apply, given_by
 from megatron.lm.config.megatron_flags.table import ACCEPTED, DROPPED, REFUSED, TRANSLATED, FlagRow, find, rows, rows_of, spelled
 from megatron.lm.config.rules.check import check
 from megatron.lm.run import trainer
 
-NAMES = (Path(__file__).parents[3] / "helpers" / "megatron_flag_names.txt").read_text().split()
+HELPERS = Path(__file__).parents[3] / "helpers"
+NAMES = (HELPERS / "megatron_flag_names.txt").read_text().split()
+LINES = tomllib.loads((HELPERS / "megatron_lines.toml").read_text(encoding="utf-8"))
+BY_LINE = {line: treatment for treatment, lines in LINES["treatment"].items() for line in lines.splitlines()}
 AWARE = "--fp8-format hybrid --use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16 --main-params-dtype fp16"
-FP32 = "--master-format fp32 --grad-format fp32 --exp-avg-format fp32 --exp-avg-sq-format fp32"
 
 
 def applied(line: str, preset=None):
@@ -97,51 +99,9 @@ def test_a_family_serves_the_flags_that_have_no_row_of_their_own():
     assert find("--no-such-flag", [], given) is None
 
 
-BECOMES = [
-    ("--num-layers 2 --data-path 0.3 a 0.7 b --opt-level O2 stray", "--num-layers 2 --data-path 0.3 a 0.7 b --opt-level O2 stray"),
-    ("--micro_batch_size 2 --use_flash_attn --override_data", "--micro-batch-size 2 --override-data"),
-    ("--layernorm-epsilon=1e-6 --tensorboard-queue-size=1 --seed=3", "--norm-epsilon 1e-6 --seed 3"),
-    ("--use-flash-attn stray --tensorboard-queue-size 5 6", "stray 6"),  # argparse reports the stray words
-    ("--moe-wire bf16 --moe-router-topk 4", "--moe-wire bf16 --moe-router-topk 4"),  # ours, not of the refused family
-    ("--sequence-parallel", ""),
-    ("--sequence-parallel --tensor-model-parallel-size 1", "--tensor-model-parallel-size 1"),
-    ("--sequence-parallel --tensor-model-parallel-size 2", "--sequence-parallel --tensor-model-parallel-size 2"),
-    ("--num-query-groups 2", ""),
-    ("--group-query-attention --num-query-groups 2", "--group-query-attention --num-query-groups 2"),
-    ("--no-position-embedding --position-embedding-type rope", "--position-embedding-type rope"),
-    ("--vocab-size 7 --tokenizer-type NullTokenizer", "--vocab-size 7 --tokenizer-type NullTokenizer"),
-    ("--vocab-size 7 --tokenizer-type HuggingFaceTokenizer", "--tokenizer-type HuggingFaceTokenizer"),
-    ("--split \"'99,1,0'\"", "--split 99,1,0"),
-    ("--weight-decay 0.1 --start-weight-decay 0.1 --weight-decay-incr-style constant", "--weight-decay 0.1 --weight-decay 0.1"),
-    (
-        "--num-layers 8 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
-        "--num-layers 8 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
-    ),
-    ("--num-virtual-stages-per-pipeline-rank 1", ""),
-    (
-        "--num-layers 8 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 1",
-        "--num-layers 8 --pipeline-model-parallel-size 2",
-    ),
-    ("--seq-length 8 --decoder-seq-length 8", "--seq-length 8"),
-    ("--bf16 --fp8-format hybrid", f"--opt-level O1 {FP32}"),
-    ("--bf16 --fp8-hybrid --fp8-recipe tensorwise", f"--opt-level O1 {FP32} --fp8-recipe tensorwise"),
-    ("--bf16 --fp8-format e4m3 --fp8-recipe blockwise", f"--opt-level O1 {FP32} --fp8-recipe blockwise"),
-    ("--bf16 --fp8-format hybrid --fp8-param-gather", f"--opt-level O3 {FP32}"),
-    ("--bf16 --fp8-format hybrid --grad-reduce-in-bf16", f"--opt-level O1 {FP32.replace('grad-format fp32', 'grad-format bf16')}"),
-    (
-        f"{AWARE} --main-grads-dtype bf16",
-        "--opt-level O1 --exp-avg-format fp8-e4m3 --exp-avg-sq-format fp16 --master-format fp16 --grad-format bf16",
-    ),
-    ("--opt-level O2 --bf16-linears linear_fc1 --fp8-hybrid", "--opt-level O2 --bf16-linears linear_fc1"),
-    ("--opt-level O3 --fp8-param-gather --exp-avg-dtype fp32", "--opt-level O3 --exp-avg-format fp32"),
-    ("--bf16 --use-precision-aware-optimizer --exp-avg-dtype fp8", "--bf16 --exp-avg-format coat-e4m3"),
-    ("--bf16 --exp-avg-dtype fp32 --main-grads-dtype fp32 --fp8-param-gather", "--bf16"),
-    ("--fp8-hybrid --optimizer-state coat", "--opt-level O1 --master-format fp32 --grad-format fp32 --optimizer-state coat"),
-]
-
-
 def test_what_a_line_becomes():
-    assert {line: " ".join(applied(line).argv) for line, _ in BECOMES} == dict(BECOMES)
+    rows = [row.partition(" -> ")[::2] for row in LINES["lines"]["becomes"].splitlines()]
+    assert [(line, " ".join(applied(line).argv)) for line, _ in rows] == rows
 
 
 def test_a_preset_counts_as_given():
@@ -169,31 +129,8 @@ def test_all_unknown_and_refused_flags_are_named_in_one_message():
     assert all(problem.startswith(words) for problem, words in zip(problems, starts, strict=True))
 
 
-REFUSED_LINES = [
-    "--xyzzy",
-    "--kv-lora-ran 8",
-    "--yaml-cfg run.yaml",
-    "--emergency-save folder",
-    "--no-position-embedding --position-embedding-type learned_absolute",
-    "--calculate-per-token-loss --eod-mask-loss",
-    "--end-weight-decay 0.1 --start-weight-decay 0.01",
-    "--num-virtual-stages-per-pipeline-rank 2 --num-layers 6 --pipeline-model-parallel-size 2",
-    "--num-virtual-stages-per-pipeline-rank 0",
-    "--decoder-seq-length 4 --seq-length 8",
-    "--fp8-format e4m3 --bf16",
-    "--fp8-format hybrid --bf16 --fp8-recipe mxfp8",
-    "--fp8-format e5m2 --bf16",
-    "--fp8-format hybrid --fp16",
-    "--fp8-hybrid --precision bf16",
-    "--fp8-param-gather --opt-level O2",
-    "--exp-avg-sq-dtype fp16 --bf16",
-    "--main-grads-dtype bf16 --bf16",
-    "--exp-avg-dtype int8 --fp8-format hybrid",
-]
-
-
 def test_a_refusal_names_the_flag():
-    for line in REFUSED_LINES:
+    for line in LINES["lines"]["named"].splitlines():
         with pytest.raises(ValueError, match=line.partition(" ")[0]):
             applied(line)
 

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,49 +24,8 @@ FP8_LM_TABLE_1 = {  # hidden, heads, layers, TP, PP, learning rate, tokens a bat
 }
 
 
-PUBLISHED = {  # parameters, as counted by transformers; the settings of config.json
-    "llama2-7b": (
-        6_738_415_616,
-        {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-         "num_attention_heads": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False},
-    ),
-    "llama3-8b": (
-        8_030_261_248,
-        {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-         "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False},
-    ),
-    "llama3-70b": (
-        70_553_706_496,
-        {"model_type": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
-         "num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False},
-    ),
-    "qwen3-8b": (
-        8_190_735_360,
-        {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
-         "tie_word_embeddings": False, "attention_bias": False},
-    ),
-    "olmoe-1b-7b": (
-        6_919_161_856,
-        {"model_type": "olmoe", "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16,
-         "num_attention_heads": 16, "num_key_value_heads": 16, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
-         "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "clip_qkv": None},
-    ),
-    "qwen3-30b-a3b": (
-        30_532_122_624,
-        {"model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
-         "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
-         "tie_word_embeddings": False, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
-         "decoder_sparse_step": 1, "mlp_only_layers": []},
-    ),
-    "mixtral-8x7b": (
-        46_702_792_704,
-        {"model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-         "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "tie_word_embeddings": False,
-         "num_local_experts": 8, "num_experts_per_tok": 2},
-    ),
-}  # fmt: skip
-ACTIVE = {"olmoe-1b-7b": 1_282_017_280, "qwen3-30b-a3b": 3_353_032_704, "mixtral-8x7b": 12_879_925_248}
+PUBLISHED = tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
+ACTIVE = [name for name, published in PUBLISHED.items() if "active" in published]
 
 
 def model(name: str, **changes) -> ModelConfig:
@@ -115,11 +76,12 @@ def test_parameters_are_those_of_the_layers(changes):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_model_has_its_parameters_and_its_configuration(name):
-    parameters, settings = PUBLISHED[name]
+    parameters, settings = PUBLISHED[name]["parameters"], PUBLISHED[name]["config"]
     assert published_vocabulary(name) == settings["vocab_size"]
     assert parameter_count(model(name), settings["vocab_size"]) == parameters
     theirs = json.loads(json.dumps(hf_config(parse_args(["--preset", name]).model, settings["vocab_size"], torch.bfloat16, 0)))
     assert {key: theirs.get(key) for key in settings} == settings
+    assert theirs.get("clip_qkv") is None
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -130,11 +92,11 @@ def test_transformers_builds_the_same_model_from_our_settings(name):
     config = transformers.AutoConfig.for_model(**settings)
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(config)
-    assert sum(p.numel() for p in theirs.parameters()) == PUBLISHED[name][0]
+    assert sum(p.numel() for p in theirs.parameters()) == PUBLISHED[name]["parameters"]
     rules = ARCHITECTURES[settings["model_type"]].rules(ours.model, vocabulary)
     shapes = {key: shape for rule in rules for key, shape in zip(rule.theirs, rule.their_shapes(), strict=True)}
     if name in ACTIVE:  # the modules of transformers have all experts in one tensor, its files each expert's
-        assert sum(math.prod(shape) for shape in shapes.values()) == PUBLISHED[name][0]
+        assert sum(math.prod(shape) for shape in shapes.values()) == PUBLISHED[name]["parameters"]
         return
     assert shapes == {key: tuple(p.shape) for key, p in theirs.named_parameters()}
 
@@ -142,10 +104,10 @@ def test_transformers_builds_the_same_model_from_our_settings(name):
 @pytest.mark.parametrize("name", ACTIVE)
 def test_a_token_uses_its_experts_only(name):
     config = model(name)
-    assert active_parameter_count(config, published_vocabulary(name)) == ACTIVE[name]
+    assert active_parameter_count(config, published_vocabulary(name)) == PUBLISHED[name]["active"]
     attention = 6 * config.num_layers * config.num_attention_heads * config.head_size * config.seq_length
     looked_up = config.hidden_size * published_vocabulary(name)
-    assert flops_per_token(config, published_vocabulary(name)) == 6 * (ACTIVE[name] - looked_up) + attention
+    assert flops_per_token(config, published_vocabulary(name)) == 6 * (PUBLISHED[name]["active"] - looked_up) + attention
 
 
 def test_flops_are_six_a_parameter_and_causal_attention():

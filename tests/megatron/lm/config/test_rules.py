@@ -6,6 +6,8 @@ import os
 import shlex
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
@@ -20,192 +22,17 @@ from megatron.lm.config.sections.schema import choices_of, flag
 from msamp.comm import exchange
 from msamp.numerics import recipe
 
-MOE = "--num-experts 8 --swiglu --disable-bias-linear"
-GROUPS = f"{MOE} --moe-router-num-groups 4"
-WHOLE_EXPERTS = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"
-TP, PP, EP = (f"--{name}-model-parallel-size 2" for name in ("tensor", "pipeline", "expert"))
-CP = "--context-parallel-size 2"
-FULL = "--recompute-granularity full --recompute-method block"
-SAMPLES = "--train-iters --train-samples 80 --global-batch-size 8"  # --train-iters without a value: see `settings`
-# By number of processes: flags beside (and over) those of `refusals.GOOD`. The refusal names the first one, or `flag` of "flag | flags".
-REFUSED = {
-    1: f"""
---precision int8
---fp8-recipe rowwise --opt-level O2
---fp8-amax-history-len 0 --opt-level O2
---hidden-dropout 1
---num-layers 0
---seed 4294967296
---fp8-min-gain -1 --opt-level O2
---lr nan
---lr 1e38
---ckpt-step -1 --load folder
---train-iters 100000000000000000000
---adam-beta1 0.9999999999999999
---save ''
---data-path corpus ''
---hidden-size 66
---rotary-percent | --hidden-size 60
---num-attention-heads | --group-query-attention --num-query-groups 3
---max-position-embeddings 16
---rope-scaling-factor 0.5 --use-rope-scaling
---moe-router-topk 9 {MOE}
---moe-router-topk 1 {MOE}
---num-experts | {MOE} --moe-router-num-groups 3 --moe-router-group-topk 2
---moe-router-group-topk 5 {GROUPS}
---moe-router-topk 3 {GROUPS} --moe-router-group-topk 2
---moe-router-topk 4 {GROUPS} --moe-router-group-topk 1
---moe-layer-freq [0,1] {MOE}
---moe-layer-freq [0]*4 {MOE}
---expert-tensor-parallel-size 2 {MOE}
---num-experts | {MOE} --opt-level O2 --fp8-recipe blockwise
---num-experts | {MOE} --precision te-bf16
---precision fp32 --opt-level O2
---bf16 --fp16
---grad-format fp8-e4m3 --fp16
---optimizer-state coat --opt-level O2 --exp-avg-format fp16
---optimizer-state coat --precision collage-fp8
---optimizer-state coat --precision te-bf16
---optimizer muon --precision bf16
---optimizer muon --opt-level O2 --tensor-model-parallel-size 2
---optimizer sgd --precision collage-plus
---optimizer sgd --ckpt-format torch_dist --save new
---load folder --precision te-delayed --save folder
---fp8-guard --opt-level O2 --bf16-linears linear_qkv linear_proj linear_fc1 linear_fc2
---smooth-swiglu --opt-level O2 --swiglu --fp8-recipe blockwise
---smooth-swiglu --precision coat --swiglu
---num-layers-at-end-in-bf16 3 --opt-level O2 --first-last-layers-bf16
---num-layers-at-start-in-bf16 0 --opt-level O2 --first-last-layers-bf16 --num-layers-at-end-in-bf16 0
---fp8-fast-accumulation all --opt-level O2 --fp8-recipe blockwise
---attention-precision fp8 --opt-level O2 --kv-channels 24
---fp8-amax-history-len 16 --opt-level O2 --fp8-recipe tensorwise
---fp8-amax-compute-algo max --precision coat
---fp8-gain-cache g --opt-level O2 --fp8-min-gain 0
---fp8-gain-cache g --opt-level O2 --bf16-linears
---min-loss-scale 2048 --fp16 --initial-loss-scale 1024
---grad-accum-dtype fp8-sr
---grad-accum-dtype bf16 --precision fp32
---grad-accum-dtype fp8 --opt-level O1 --grad-format bf16
---tp-saved-input gathered
---train-samples 80
---rampup-batch-size 2 2 10 --global-batch-size 8
---lr-decay-samples 4
---lr-warmup-fraction 0.1 --lr-warmup-iters 1
---lr-warmup-init 0.1
---lr-decay-style WSD
---lr-wsd-decay-iters 4 --lr-decay-style WSD --lr-warmup-iters 2
---decoupled-min-lr 0.2 --decoupled-lr 0.1
---min-lr 0.01
---lr-warmup-iters 5
---lr-warmup-iters 3 --lr-decay-iters 3
---recompute-num-layers 5 {FULL}
---train-samples 7 --train-iters --global-batch-size 8
---lr-warmup-iters 4 {SAMPLES}
---lr-warmup-samples 80 {SAMPLES}
---rampup-batch-size 2 2 {SAMPLES}
---rampup-batch-size 8 2 9 {SAMPLES}
---rampup-batch-size 2 4 9 {SAMPLES}
---rampup-batch-size 5 1 9 {SAMPLES}
---rampup-batch-size 2 2 9 --train-iters --train-samples 2000000 --global-batch-size 800002
---data-path corpse --dry-run
---data-path
---split most,rest
---split 1,1,1,1
---split 2,-1
---split 0,1
---data-path 0.5 corpus corpus
---data-path 0.5 corpus 0 corpus
---data-path half
---tokenizer-type GPT2BPETokenizer --vocab-file v
---tokenizer-model gone.json --tokenizer-type HuggingFaceTokenizer
---vocab-file v
---vocab-size 1
---load gone
---load folder
---loss-spike-threshold 1
---profile-step-start 5 --profile --profile-step-end 5
---profile-ranks 1 --profile
---wandb-project p --wandb-exp-name e
---non-persistent-global-ckpt-dir ./new --save new --non-persistent-save-interval 2
---save corpus.bin/a/b
---metrics-file folder
---metrics-file corpus.bin/m
---fp8-gain-cache folder --opt-level O2
---finetune
---ckpt-step 0
---non-persistent-global-ckpt-dir fast --save new
---override-opt-param-scheduler --use-checkpoint-opt-param-scheduler
---override-data
---loss-spike-window 9
---loss-spike-action rollback --loss-spike-threshold 2 --save folder
---device-memory-gib 40
---wandb-exp-name e
---use-pytorch-profiler --profile
---mask-prob 0.2
---mock-data
---train-data-path corpus
---reset-attention-mask --attention-backend flash
---reset-position-ids
---qk-layernorm-scope projection
---rope-scaling-factor 4
---swiglu --squared-relu
---num-layers-per-virtual-pipeline-stage 2
---cp-wire bf16
---moe-router-topk 4
---moe-router-num-groups 4 {MOE}
---moe-router-enable-expert-bias {MOE}
---num-experts 8 --disable-bias-linear
---lr-wsd-decay-iters 2
---recompute-modules mlp
---recompute-granularity full
---deterministic --attention-backend cudnn
---bf16-linears linear_qkv
---fp8-margin 0 --fp16
---fp8-guard-underflow 0.25 --opt-level O2
---smooth-swiglu --opt-level O2
---attention-precision fp8 --opt-level O2 --kv-channels 16 --attention-dropout 0.1
---loss-scale 8
---hysteresis 3 --fp16 --loss-scale 8
---qk-layernorm --precision te-bf16
-""",
-    2: f"""
---tensor-model-parallel-size 4
---global-batch-size 10
---global-batch-size 6 {PP} --num-layers-per-virtual-pipeline-stage 1
---recompute-num-layers 2 {PP} --num-layers-per-virtual-pipeline-stage 1 {FULL}
---rampup-batch-size 2 2 9 {SAMPLES} {PP} --num-layers-per-virtual-pipeline-stage 1
---qk-layernorm-scope projection --qk-layernorm {TP}
---num-attention-heads 25 {TP} --hidden-size 1600
---ffn-hidden-size 99 {TP}
---num-query-groups 1 {TP} --group-query-attention
---seq-length 31 {TP} --sequence-parallel
---num-layers-per-virtual-pipeline-stage 4 {PP} --num-layers 12
---num-layers-per-virtual-pipeline-stage 2 {PP}
---seq-length 30 {CP}
---reset-attention-mask {CP}
---cp-comm-type a2a {CP} --num-attention-heads 4 --group-query-attention --num-query-groups 1
---tensor-model-parallel-size 2 {MOE}
---sequence-parallel {MOE} --opt-level O3 {WHOLE_EXPERTS}
---tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 {MOE} {EP}
---moe-wire fp8-sums {MOE} {EP} --opt-level O0
---tp-wire fp8 {TP} --opt-level O2
---tp-wire fp8 --opt-level O3 --fp8-recipe blockwise {TP}
---grad-accum-on owner --opt-level O2 --grad-exchange nccl
---as-published fp8-lm --grad-exchange nccl --mu-rule paper --master-rounding stochastic
---grad-exchange nccl
---grad-exchange nccl --opt-level O2 --grad-format fp32
---grad-exchange nccl --precision coat
---grad-scaling auto --opt-level O2
---mu-rule halve --opt-level O2
---mu-rule paper --opt-level O2 --grad-exchange nccl --grad-scaling pre
-""",
-    3: f"""
---num-attention-heads | --tensor-model-parallel-size 3
---hidden-size 64 --tensor-model-parallel-size 3 --num-attention-heads 6
---num-layers 10 --pipeline-model-parallel-size 3 --num-layers-per-virtual-pipeline-stage 2
---num-experts | {MOE} --expert-model-parallel-size 3
-""",
-}
+LINES = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
+
+
+def lines(text: str) -> list[str]:
+    """The lines of a table of `rules.toml`, with the flags that its names stand for."""
+    for name, flags in reversed(LINES["names"].items()):
+        text = text.replace(f"{{{name}}}", flags)
+    return text.splitlines()
+
+
+REFUSED = {int(processes): lines(text) for processes, text in LINES["refused"].items()}
 
 
 def settings(flags: str) -> Config:
@@ -218,7 +45,7 @@ def settings(flags: str) -> Config:
 @pytest.mark.parametrize("processes", REFUSED)
 def test_a_refusal_names_the_flag(processes: int):
     missed = []
-    for line in REFUSED[processes].strip().splitlines():
+    for line in REFUSED[processes]:
         culprit, _, flags = line.partition(" | ") if " | " in line else (line.split()[0], "", line)
         try:
             check(settings(flags), processes)
@@ -231,8 +58,8 @@ def test_a_refusal_names_the_flag(processes: int):
 def test_every_rule_has_a_refusal():
     """Each function of `RULES` yields something for one of the lines above."""
     fired: set[Any] = set()
-    for processes, lines in REFUSED.items():
-        for line in lines.strip().splitlines():
+    for processes, refused in REFUSED.items():
+        for line in refused:
             made = settings(line.rpartition(" | ")[2])
             for rule in RULES.keys() - fired:
                 try:
@@ -289,42 +116,10 @@ def test_every_rule_of_the_table_fires_and_is_fixed():
     assert [f"{rule.given.text}, {rule.other.text}" for rule in ROWS if not fires_and_is_fixed(rule)] == []
 
 
-LEGAL = [
-    ("", 3),
-    ("--fp16 --initial-loss-scale 4294967296 --min-loss-scale 0.5 --loss-scale-window 1000 --hysteresis 2", 2),
-    ("--precision fp16-amp --fp16 --loss-scale 8", 1),
-    ("--opt-level O2 --fp8-amax-history-len 4 --fp8-amax-compute-algo most_recent --fp8-margin 1", 2),
-    ("--precision coat --fp8-recipe delayed --fp8-amax-history-len 4", 2),
-    ("--optimizer-state coat --exp-avg-sq-format coat-e5m2", 1),
-    ("--opt-level O2 --master-format bf16 --grad-format fp32 --exp-avg-sq-format fp8-e5m2", 2),
-    ("--opt-level O3", 4),
-    ("--use-distributed-optimizer --no-overlap-grad-reduce --no-overlap-param-gather --grad-accum-dtype fp32", 2),
-    ("--opt-level O1 --grad-exchange nccl --grad-scaling auto --mu-rule paper", 1),
-    ("--opt-level O2 --grad-exchange fp32-sum --grad-accum-dtype fp8-sr --ddp-bucket-size 1 --global-batch-size 64", 2),
-    ("--precision fp32 --global-batch-size 12", 3),
-    ("--hidden-size 66 --kv-channels 16", 1),
-    ("--position-embedding-type learned_absolute --max-position-embeddings 64 --reset-position-ids", 1),
-    ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", 1),
-    ("--recompute-granularity selective --recompute-modules core_attn mlp", 1),
-    ("--data-path 0.3 corpus 0.7 corpus --split 1", 1),
-    ("--data-path --train-data-path corpus --valid-data-path corpus", 1),
-    ("--save new/run --async-save --keep-last 1 --load new/run --ckpt-step 0", 1),
-    ("--save new/run --save-interval 2 --loss-spike-threshold 1.5 --loss-spike-window 9 --loss-spike-action rollback", 1),
-    ("--opt-level O3 --tensor-model-parallel-size 2 --sequence-parallel --tp-wire fp8 --tp-saved-input gathered", 4),
-    ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4", 2),
-    (f"{CP} {TP} --sequence-parallel --cp-comm-type a2a --num-attention-heads 4 --reset-attention-mask", 4),
-    (f"{CP} --cp-comm-type a2a --opt-level O2 --attention-precision fp8 --cp-wire fp8 --kv-channels 16", 2),
-    (f"{MOE} --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-topk 1", 1),
-    (f"{GROUPS} --moe-router-group-topk 2 --moe-router-topk 4 --moe-layer-freq ([0]*1+[1]*3)", 1),
-    (f"{MOE} {WHOLE_EXPERTS} --sequence-parallel", 2),
-    (f"{MOE} {EP} --opt-level O3 --moe-wire bf16 {PP}", 4),
-    (f"{MOE} {EP} --opt-level O2 {WHOLE_EXPERTS} --sequence-parallel", 2),
-]
-
-
 def test_legal_settings_pass():
-    for flags, processes in LEGAL:
-        check(config(flags), processes)
+    for line in lines(LINES["accepted"]["lines"]):
+        processes, _, flags = line.partition(" ")
+        check(config(flags), int(processes))
 
 
 def test_a_dry_run_needs_no_data_and_no_tokenizer():
