@@ -11,7 +11,6 @@ from helpers.numerics import BLOCK_NOISE, blockwise, make, stored
 from msamp.kernels import scaled_mm as module
 from msamp.kernels.reference.block_cast import block_cast
 from msamp.kernels.scaled_mm import (
-    _padded,
     block_scaled_mm,
     blockwise_hardware,
     emulated_block_mm,
@@ -19,7 +18,6 @@ from msamp.kernels.scaled_mm import (
     fp8_hardware,
     scaled_mm,
     scaled_mm_,
-    warn_if_blocks_emulated,
     warn_if_emulated,
 )
 from msamp.numerics.accumulation import accumulating
@@ -79,17 +77,6 @@ def test_no_rows_no_columns_and_an_empty_sum(shape, device):
     out = scaled_mm(a, b, one, one, None, torch.bfloat16, fast_accum=False)
     assert out.shape == (M, N)
     assert out.eq(0).all()
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (15, 33), (16, 48), (17, 16)], ids=str)
-def test_padding_is_zeros_up_to_the_next_multiple_of_16(shape):
-    x = make("normal", shape).to(E4M3.dtype)
-    padded = _padded(x)
-    assert padded.shape == tuple(-(-s // 16) * 16 for s in shape)
-    assert padded.dtype == x.dtype
-    assert padded[: shape[0], : shape[1]].float().equal(x.float())
-    assert padded.float().abs().sum() == x.float().abs().sum()
-    assert (padded is x) == (shape == (16, 48))
 
 
 @pytest.mark.parametrize("wide", [True, False])
@@ -213,14 +200,6 @@ def test_blocks_of_no_rows_no_columns_and_an_empty_sum(rule, left, right, device
         assert out.eq(0).all()
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_emulated_e8m0_blocks_are_the_same_with_and_without_native_bf16(native, monkeypatch):
-    monkeypatch.setattr(module, "native_bf16", lambda device: native)
-    a, b = (in_blocks(make("log-normal", (32, 300), seed=seed), MX, "e8m0") for seed in (1, 2))
-    want = dequantize_blocks(*a, MX, torch.float64) @ dequantize_blocks(*b, MX, torch.float64).t()
-    assert_close(emulated_block_mm(a[0], b[0], a[1], b[1], torch.bfloat16, MX, MX), want, 2 * TOLERANCE[torch.bfloat16])
-
-
 def test_emulated_blocks_do_not_overflow_before_the_scales_come():
     a, b = (in_blocks(torch.full((16, 256), value), ROWS, "fp32") for value in (1e30, 1e-30))
     assert_close(block_product(a, b, ROWS, ROWS, torch.float16), torch.full((16, 16), 256.0).double(), 2 * TOLERANCE[torch.float16])
@@ -247,7 +226,7 @@ def test_a_table_of_other_blocks_is_refused():
         block_product(a, b, ROWS, ROWS)
 
 
-def calls_of_hopper(monkeypatch, shape, rule, left, right, bias=None) -> dict:
+def calls_of_hopper(monkeypatch, shape, rule, left, right) -> dict:
     """What a Hopper GPU's product is called with; it returns zeros."""
     M, N, K = shape
     called: dict = {}
@@ -259,7 +238,7 @@ def calls_of_hopper(monkeypatch, shape, rule, left, right, bias=None) -> dict:
     monkeypatch.setattr(module, "blockwise_hardware", lambda device: True)
     monkeypatch.setattr(torch, "_scaled_mm", product)
     a, b = in_blocks(make("normal", (M, K)), left, rule), in_blocks(make("normal", (N, K), seed=1), right, rule)
-    out = block_product(a, b, left, right, torch.bfloat16, bias)
+    out = block_product(a, b, left, right, torch.bfloat16)
     assert out.shape == (M, N)
     if called:
         for x, operand in ((a, called["a"]), (b, called["b"].t())):
@@ -280,40 +259,6 @@ def test_hopper_gets_square_blocks_as_cublas_reads_them(shape, monkeypatch):
     assert (called["scale_b"].shape, called["scale_b"].stride()) == ((blocks, -(-shape[1] // 128)), (1, blocks))
     assert called["scale_b"].t().equal(b)
     assert called["use_fast_accum"] is False
-
-
-@pytest.mark.parametrize(("right", "K"), [(ROWS, 512), (ROWS, 200), (SQUARE, 768)], ids=str)
-def test_hopper_gets_blocks_of_one_row_and_tables_that_cublas_cannot_read_as_such(right, K, monkeypatch):
-    called = calls_of_hopper(monkeypatch, (40, 200, K), "power-of-two", ROWS, right)
-    b, N = called["tables"][1], 208
-    assert (called["scale_b"].shape, called["scale_b"].stride()) == ((-(-K // 128), N), (N, 1))
-    assert called["scale_b"].t()[:200].equal(b if right == ROWS else b.repeat_interleave(128, 0)[:200])
-    assert called["scale_b"].t()[200:].eq(1.0).all()
-
-
-def test_hopper_adds_a_bias_where_cublas_can(monkeypatch):
-    for N, inside in ((256, True), (200, False)):
-        bias = torch.ones(N, dtype=torch.bfloat16)
-        assert (calls_of_hopper(monkeypatch, (64, N, 512), "fp32", ROWS, SQUARE, bias)["bias"] is bias) == inside
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """Gives a function that makes every CUDA device one of a capability, with this torch and CUDA."""
-    cached = (blockwise_hardware, warn_if_blocks_emulated)
-
-    def become(capability, torch_version="2.11.0+cu130", cuda="13.0"):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100")
-        monkeypatch.setattr(torch, "__version__", torch_version)
-        monkeypatch.setattr(torch.version, "cuda", cuda)
-        for function in cached:
-            function.cache_clear()
-        return torch.device("cuda", 5)
-
-    yield become
-    for function in cached:
-        function.cache_clear()
 
 
 @every_pair

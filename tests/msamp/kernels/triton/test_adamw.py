@@ -7,15 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers.adamw_inputs import adamw_batch, hyper
-from helpers.numerics import bits, make, same
+from helpers.adamw_inputs import adamw_batch, amaxes_of, everything, hyper, in_training, run_each, stored
+from helpers.numerics import same
 from msamp.kernels.reference.adamw import Batch
 from msamp.kernels.reference.adamw import adamw as twin
 from msamp.kernels.reference.store import NEAREST, Rounding
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, PLAIN_FP16, Format
 from msamp.numerics.recipe import FP32_STATES, O1, O2, O3, StateFormats
-from msamp.numerics.stochastic_rounding import tensor_key
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 
 SHAPES = [(33, 17), (), (1,), (3, 5, 7), (64, 48), (0, 4), (2051,)]  # small and ragged, some at 16-byte boundaries
@@ -41,65 +40,16 @@ def kernel(*args, **flags):
     return importlib.import_module("msamp.kernels.triton.adamw").adamw(*args, **flags)
 
 
-def stored(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    return ScalingTensor.quantize(x, fmt, dtype=torch.float32) if fmt.scaled else x.to(fmt.dtype)
+def batch(formats: StateFormats, weight: Format | None, device, shapes=SHAPES) -> Batch:
+    return in_training(formats, weight, device, shapes)
 
 
-def batch(formats: StateFormats, weight: Format | None, device, shapes=SHAPES, wide=0) -> Batch:
-    """Tensors in the midst of training, of magnitudes far apart."""
-
-    def states(fmt: Format, seed: int, size: float, positive: bool = False) -> list[torch.Tensor]:
-        made = [make("log-normal" if i % 2 else "normal", shape or (1,), seed + i).view(shape) for i, shape in enumerate(shapes)]
-        return [stored((x.square() if positive else x).to(device) * size * 2.0 ** (i - 3), fmt) for i, x in enumerate(made)]
-
-    count = len(shapes)
-    masters = states(formats.master, 30, 0.1)
-    return adamw_batch(
-        grads=states(formats.grad, 0, 1e-3),
-        ms=states(formats.m, 10, 1e-3),
-        vs=states(formats.v, 20, 1e-6, positive=True),
-        masters=masters,
-        weights=[] if weight is None else states(weight, 30, 0.1),
-        steps=[torch.tensor(float(7 * i), device=device) for i in range(count)],
-        indices=[2 * i for i in range(count)],
-        places=[count - 1 - i for i in range(count)],
-        keys=[tensor_key(i, "a weight") for i in range(count)],
-        offsets=[wide + 1000 * i for i in range(count)],
-    )
-
-
-def everything(x: Batch, kept: torch.Tensor) -> list[torch.Tensor]:
-    tensors = [t for column in (x.grads, x.ms, x.vs, x.masters, x.weights, x.steps) for t in column]
-    parts = [part for t in tensors for part in ((t.payload, t.scale_inv) if isinstance(t, ScalingTensor) else (t,))]
-    return [bits(part).clone() for part in (*parts, kept)]
-
-
-def amaxes_of(x: Batch, device) -> torch.Tensor:
-    """The table of amaxes of whole tensors, which may be larger than those of the pieces here."""
-    columns = [[float(t.dequantize().abs().max()) if t.numel() else 0.0 for t in c] for c in (x.grads, x.ms, x.vs, x.masters)]
-    table = torch.zeros(5, 2 * len(x.grads))
-    table[:4, ::2] = torch.tensor(columns)
-    table[:, 2] *= 1.5
-    return table.to(device)
-
-
-def run_both(
-    name, device, decoupled=True, clip=0.3, usable=True, shapes=SHAPES, steps=2, rounding=NEAREST, wide=0, alone=False, **changed
-) -> tuple[list, ...]:
+def run_both(name, device, shapes=SHAPES, steps=2, wide=0, alone=False, **options) -> list[list[torch.Tensor]]:
     """The bits in memory before, after the twin's steps and, unless it is `alone`, after the kernel's."""
-    formats, weight = FORMATS[name]
-    ours = batch(formats, weight, device, shapes, wide)
-    theirs, tables, results = copy.deepcopy(ours), Tables(torch.device(device)), []
-    before = everything(ours, torch.full((3, len(shapes)), 7.0))
-    for run, x in ((twin, theirs), (kernel, ours))[: 1 if alone else 2]:
-        kept = torch.full((3, len(shapes)), 7.0, device=device)
-        for _ in range(steps):
-            coefficient = None if clip is None else torch.tensor(clip, device=device)
-            flag = torch.tensor(usable, device=device)
-            numbers = hyper(device, **changed)
-            run(tables, x, numbers, amaxes_of(x, device), kept, coefficient, flag, decoupled=decoupled, rounding=rounding)
-        results.append(everything(x, kept))
-    return before, *results
+    ways = [twin] if alone else [twin, kernel]
+    return [
+        everything(*found) for found in run_each(ways, in_training(*FORMATS[name], device, shapes, wide), device, steps=steps, **options)
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -288,36 +238,3 @@ def test_large_tensors_on_the_gpu(name, decoupled):
     _, want, got = run_both(name, "cuda", decoupled=decoupled, shapes=shapes, steps=3)
     shares = [float((a != b).float().mean()) for a, b in zip(got, want, strict=True)]
     assert max(shares) == 0.0, shares
-
-
-# Scales of new moments, from bounds of what they will hold; every other number is compared with the twin in test_adamw.py.
-
-
-KEPT = 0.25
-
-
-def scales(bound: float, device) -> list[float]:
-    """scale_inv of m in E4M3 and of v in FP16 after a step without gradient, where beta times their amax is `bound`."""
-    beta1, beta2 = 0.5, 0.5
-    zeros = [ScalingTensor.quantize(torch.zeros(5, device=device), fmt, dtype=torch.float32) for fmt in (E4M3, FP16)]
-    for state in zeros:
-        state.scale_inv.fill_(KEPT)
-    x = adamw_batch([torch.zeros(5, device=device)], zeros[:1], zeros[1:], [torch.ones(5, device=device)])
-    amaxes = torch.tensor([[0.0], [2 * bound], [2 * bound], [1.0], [0.0]], device=device)
-    kept = torch.zeros(3, 1, device=device)
-    adamw = importlib.import_module("msamp.kernels.triton.adamw").adamw  # late: the file takes the interpreter or the compiler
-    numbers = hyper(device, beta1=beta1, beta2=beta2)
-    adamw(Tables(torch.device(device)), x, numbers, amaxes, kept, None, torch.tensor(True, device=device), decoupled=True)
-    return [float(state.scale_inv) for state in zeros]
-
-
-@pytest.mark.parametrize("bound", [2.0**-30, 1e-3, 1.0, 447.0, 448.0, 449.0, 1e6])
-def test_a_scale_is_the_largest_power_of_two_that_keeps_the_bound_in_range(bound, triton_device):
-    for scale_inv, largest in zip(scales(bound, triton_device), (448.0, 65504.0), strict=True):
-        assert largest * scale_inv / 2 < torch.tensor(bound) <= largest * scale_inv
-        assert torch.frexp(torch.tensor(scale_inv)).mantissa == 0.5
-
-
-@pytest.mark.parametrize("bound", [0.0, float("inf"), float("nan")])
-def test_a_bound_of_zero_or_beyond_fp32_leaves_the_scale(bound, triton_device):
-    assert scales(bound, triton_device) == [KEPT, KEPT]

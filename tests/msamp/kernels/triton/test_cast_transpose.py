@@ -8,7 +8,7 @@ import torch
 
 from helpers.agreement import assert_codes, assert_sums
 from helpers.choices import each_once, every_pair
-from helpers.numerics import bits, codes, make, random_floats
+from helpers.numerics import bits, codes, make
 from msamp.kernels.reference.cast_transpose import cast_transpose as twin
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.granularity import Group
@@ -49,11 +49,6 @@ def test_ragged_shapes(fmt, dtype, shape, triton_device):
 def test_everything_that_can_be_left_out(asked, scale, triton_device):
     for rows in (40, 41):  # whole words of four rows, and not
         assert_same(make("normal", (rows, 70), device=triton_device), scale, E5M2, asked=asked)
-
-
-@each_once(fmt=FP8, scale=[None, 2.0**-126, 1.0, 2.0**126])
-def test_random_bits_of_all_magnitudes(fmt, scale, triton_device):
-    assert_same(random_floats(20_000, seed=8).view(200, 100).to(triton_device), scale, fmt)
 
 
 @pytest.mark.parametrize("scale", [None, 1.0])
@@ -138,13 +133,6 @@ def test_nothing_to_cast(shape, scale, triton_device):
 def test_large_on_the_gpu(fmt, dtype, scale):
     assert_same((torch.randn(8192, 6144, device="cuda") * 100).to(dtype), scale, fmt)
     assert_same((torch.randn(4099, 6151, device="cuda") * 100).to(dtype), scale, fmt)
-
-
-@pytest.mark.gpu
-def test_ten_million_random_floats_on_the_gpu():
-    x = random_floats(10**7, seed=3).view(2000, -1).cuda()
-    for fmt, scale in itertools.product((E4M3, E5M2), (2.0**-60, 1.0, 2.0**60)):
-        assert_same(x, scale, fmt)
 
 
 @pytest.mark.gpu

@@ -10,17 +10,16 @@ import importlib
 import pytest
 import torch
 
-from helpers.adamw_inputs import HYPER, adamw_batch, hyper
+from helpers.adamw_inputs import HYPER, KINDS, amaxes_of, everything, hyper, in_training, run_each, values
 from helpers.choices import every_pair
-from helpers.numerics import COAT_STEP, SMALL, bits, check, codes, make, measure
+from helpers.numerics import COAT_STEP, SMALL, check, codes, make, measure
 from msamp.kernels.reference.adamw import Batch
 from msamp.kernels.reference.coat_adamw import coat_adamw as twin
-from msamp.kernels.reference.store import NEAREST, Rounding
+from msamp.kernels.reference.store import Rounding
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, FP16, FP32, PLAIN_FP16, Format, of_dtype
 from msamp.numerics.range_expand import STATE_GROUP, Expanded, quantize_expanded
 from msamp.numerics.recipe import StateFormats
-from msamp.numerics.stochastic_rounding import tensor_key
 from msamp.numerics.tensor import ScalingTensor
 
 # Rows of full groups, with a short one, unaligned ones; vectors, a number, nothing.
@@ -38,7 +37,6 @@ FORMATS: dict[str, tuple[StateFormats, Format | None]] = {
     "v alone": (StateFormats(FP16, BF16, E4M3, COAT_E5M2), BF16),
     "v beside a plain m": (StateFormats(BF16, E5M2, BF16, COAT_E4M3), FP16),
 }
-KINDS = ("normal", "log-normal", "channel-outlier")
 # The logarithm of 0, and values that are not finite, are meant.
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 
@@ -48,73 +46,9 @@ def kernel(*args, **flags):
     return importlib.import_module("msamp.kernels.triton.coat_adamw").coat_adamw(*args, **flags)
 
 
-def stored(x: torch.Tensor, fmt: Format):
-    if fmt.group:
-        return quantize_expanded(x, fmt)
-    return ScalingTensor.quantize(x, fmt, dtype=torch.float32) if fmt.scaled else x.to(fmt.dtype)
-
-
-def batch(formats: StateFormats, weight: Format | None, device, shapes) -> Batch:
-    """Tensors in the midst of training, of magnitudes far apart."""
-
-    def states(fmt: Format, seed: int, size: float, positive: bool = False) -> list:
-        made = [make(KINDS[i % 3] if shape else "normal", shape or (1,), seed + i).view(shape) for i, shape in enumerate(shapes)]
-        return [stored((x.square() if positive else x).to(device) * size * 2.0 ** (i - 3), fmt) for i, x in enumerate(made)]
-
-    count = len(shapes)
-    return adamw_batch(
-        grads=states(formats.grad, 0, 1e-3),
-        ms=states(formats.m, 20, 1e-3),
-        vs=states(formats.v, 40, 1e-6, positive=True),
-        masters=states(formats.master, 60, 0.1),
-        weights=[] if weight is None else states(weight, 60, 0.1),
-        steps=[torch.tensor(float(7 * i), device=device) for i in range(count)],
-        indices=[2 * i for i in range(count)],
-        places=[count - 1 - i for i in range(count)],
-        keys=[tensor_key(i, "a weight") for i in range(count)],
-        offsets=[1000 * i for i in range(count)],
-    )
-
-
-def values(x) -> torch.Tensor:
-    return x.dequantize() if isinstance(x, Expanded) else x.dequantize(torch.float32) if isinstance(x, ScalingTensor) else x.float()
-
-
-def amaxes_of(x: Batch, device) -> torch.Tensor:
-    """The table of amaxes of whole tensors, which may be larger than those of the pieces here; 0 for COAT's."""
-    columns = (x.grads, x.ms, x.vs, x.masters)
-    found = [
-        [0.0 if isinstance(t, Expanded) or not values(t).numel() else float(values(t).abs().max()) for t in column] for column in columns
-    ]
-    table = torch.zeros(5, 2 * len(x.grads))
-    table[:4, ::2] = torch.tensor(found)
-    table[:, 2] *= 1.5
-    return table.to(device)
-
-
-def everything(x: Batch, kept: torch.Tensor) -> list[torch.Tensor]:
-    tensors = [t for column in (x.grads, x.ms, x.vs, x.masters, x.weights, x.steps) for t in column]
-    parts = {Expanded: ("payload", "max", "k"), ScalingTensor: ("payload", "scale_inv")}
-    flat = [part for t in tensors for part in ([getattr(t, name) for name in parts[type(t)]] if type(t) in parts else [t])]
-    return [bits(part).clone() for part in (*flat, kept)]
-
-
-def run_both(
-    name, device, decoupled=True, clip=0.3, usable=True, shapes=SHAPES, steps=1, rounding=NEAREST, alone=False, **changed
-) -> tuple:
-    """The batch before, after the twin's steps and, unless it is `alone`, after the kernel's, each with the amaxes kept."""
-    formats, weight = FORMATS[name]
-    before = batch(formats, weight, device, shapes)
-    results = [(before, torch.full((3, len(shapes)), 7.0, device=device))]
-    for run in (twin, kernel)[: 1 if alone else 2]:
-        x, kept, tables = copy.deepcopy(before), results[0][1].clone(), Tables(torch.device(device))
-        for _ in range(steps):
-            coefficient = None if clip is None else torch.tensor(clip, device=device)
-            flag = torch.tensor(usable, device=device)
-            numbers = hyper(device, **changed)
-            run(tables, x, numbers, amaxes_of(x, device), kept, coefficient, flag, decoupled=decoupled, rounding=rounding)
-        results.append((x, kept))
-    return tuple(results)
+def run_both(name, device, shapes=SHAPES, alone=False, **options) -> list[tuple[Batch, torch.Tensor]]:
+    """The batch before, after the twin's step and, unless it is `alone`, after the kernel's, each with the amaxes kept."""
+    return run_each([twin] if alone else [twin, kernel], in_training(*FORMATS[name], device, shapes), device, **options)
 
 
 def agree(ours: tuple[Batch, torch.Tensor], theirs: tuple[Batch, torch.Tensor]) -> None:
@@ -176,7 +110,7 @@ def test_a_step_that_is_not_usable_leaves_no_trace(name, triton_device):
 
 def step_of(m: torch.Tensor, device, formats: StateFormats = FORMATS["fp32"][0]) -> tuple[Expanded, Expanded]:
     """The moments that a step with beta 0 stores for gradients `m`."""
-    x = batch(formats, None, device, [tuple(m.shape)])
+    x = in_training(formats, None, device, [tuple(m.shape)])
     x.grads[0] = m
     kept, tables = torch.zeros(3, 1, device=device), Tables(torch.device(device))
     flag = torch.tensor(True, device=device)
@@ -237,7 +171,7 @@ def test_large_tensors_on_the_gpu(name, shapes, decoupled):
 
 @pytest.mark.gpu
 def test_a_graph_holds_a_step_and_follows_the_learning_rate():
-    x = batch(*FORMATS["O2"], "cuda", [(512, 1024), (300, 70)])
+    x = in_training(*FORMATS["O2"], "cuda", [(512, 1024), (300, 70)])
     other, kept, tables = copy.deepcopy(x), torch.zeros(3, 2, device="cuda"), Tables(torch.device("cuda"))
     table, flag, rates = amaxes_of(x, "cuda"), torch.tensor(True, device="cuda"), hyper("cuda")
     for _ in range(2):

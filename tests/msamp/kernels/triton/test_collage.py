@@ -137,17 +137,6 @@ def test_remainders_in_e4m3_beside_weights_of_every_magnitude(triton_device):
     assert len(bits(payload).unique()) > 150
 
 
-def test_the_table_follows_tensors_that_have_moved(triton_device):
-    tables, x = Tables(torch.device(triton_device)), batch("plus", triton_device)
-    hyper = torch.tensor(list(HYPER.values()), dtype=torch.float64, device=triton_device)
-    for _ in range(2):
-        want = copy.deepcopy(x)
-        for run, made in ((kernel, x), (twin, want)):
-            run(tables, made, hyper, "plus", None, torch.tensor(True, device=triton_device))
-        assert same(everything(x), everything(want))
-        x = replace(x, grads=copy.deepcopy(x.grads))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("update", UPDATES)
 def test_large_tensors_on_the_gpu(update):
