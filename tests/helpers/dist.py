@@ -78,6 +78,14 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 12
                 _kill(process)
 
 
+def place() -> tuple[int, int]:
+    """(rank, ranks); one process has no group."""
+    import torch.distributed
+
+    ready = torch.distributed.is_initialized()
+    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if ready else (0, 1)
+
+
 def side_by_side(*calls: Callable[[], Any]) -> list[Any]:
     """Results of calls of `run` that start at the same time: on GPUs, starting processes takes longest. Each needs files of its own."""
     with ThreadPoolExecutor(len(calls)) as threads:

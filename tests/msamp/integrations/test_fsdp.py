@@ -1,7 +1,6 @@
 """FSDP2 with FP8 weights: torch's `fully_shard` over a prepared model trains as one process does."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,11 +11,10 @@ import torch.distributed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 import msamp
 from helpers import dist, guide_blocks
-from helpers.fsdp_nets import everything
+from helpers.fsdp_nets import Counted, Net, everything, message, one_thread, trained, wanting
 from msamp.integrations import fsdp
 from msamp.numerics.recipe import by_name
 from msamp.numerics.scaling import Delayed
@@ -27,22 +25,6 @@ STEPS = 5
 WINDOW = 2  # of delayed scaling: both of its phases are seen
 
 
-class Net(nn.Module):
-    """Blocks whose rows two ranks share equally, unequally, and so that one has none."""
-
-    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)), nn.Linear(64, 33)])
-        self.head = nn.Linear(33, 1)
-        self.to(dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 def recipe(level: str) -> msamp.recipes.Recipe:
     return by_name(level).with_scaling(Delayed(window=WINDOW))
 
@@ -50,10 +32,6 @@ def recipe(level: str) -> msamp.recipes.Recipe:
 def batch(step: int, share: slice = slice(None), dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step + 2))[share].to(dtype)
     return x, torch.tanh(x[:, :1])
-
-
-def wanting(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def sharded(level: str, dtype: torch.dtype = torch.float32, clip_grad: float | None = None, **options):
@@ -66,27 +44,15 @@ def sharded(level: str, dtype: torch.dtype = torch.float32, clip_grad: float | N
 
 
 def train(model, optimizer, steps, share=slice(None), dtype=torch.float32) -> list[float]:
-    losses = []
-    for step in steps:
-        x, y = batch(step, share, dtype)
-        loss = (model(x) - y).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return trained(model, optimizer, (batch(step, share, dtype) for step in steps))
 
 
 def unsharded_run(level: str, dtype: torch.dtype, clip_grad: float | None = None):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the ranks have: a CPU's product splits its sum by threads
-    try:
+    with one_thread():
         model = Net(dtype=dtype)
         model, optimizer = msamp.initialize(model, wanting(model), recipe(level), accept=everything, clip_grad=clip_grad)
         losses = train(model, optimizer, range(STEPS), dtype=dtype)
         return losses, model.state_dict(), optimizer.state_dict()
-    finally:
-        torch.set_num_threads(threads)
 
 
 def same(a, b) -> bool:
@@ -129,17 +95,6 @@ def test_compiled_it_trains_with_the_same_losses():
     for plain, blocks, whole in dist.run(compiled_alike, 2):
         assert plain == blocks == whole
         assert len(set(plain)) == STEPS
-
-
-class Counted(DefaultAllGather):
-    """FSDP's own all-gather, which remembers what it has sent."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[torch.dtype, int]] = []
-
-    def __call__(self, output_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.sent.append((output_tensor.dtype, output_tensor.nbytes))
-        return super().__call__(output_tensor, *args, **kwargs)
 
 
 def gathered_bytes() -> list[tuple[torch.dtype, int]]:
@@ -225,14 +180,6 @@ def test_clip_grad_norm_clips_what_all_ranks_hold(ranks):
     assert [before, *after] == others
     assert before > 0.5
     assert after == pytest.approx([0.25, 0.25], rel=0.02)
-
-
-def message(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (ValueError, RuntimeError) as error:  # torch wraps what loading raises
-        return str(error)
-    return "nothing was refused"
 
 
 def refusals() -> list[str]:

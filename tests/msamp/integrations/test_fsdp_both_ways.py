@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import msamp
 from helpers import dist
-from helpers.fsdp_nets import FusedNet, everything
+from helpers.fsdp_nets import FusedNet, Net, everything, one_thread, trained, wanting
 from msamp.integrations import fsdp
 from msamp.numerics.recipe import by_name
 from msamp.numerics.scaling import Delayed
@@ -21,28 +21,9 @@ STEPS = 5
 RECIPE = by_name("O2").with_scaling(Delayed(window=2))  # both phases of delayed scaling are seen
 
 
-class Net(nn.Module):
-    """Blocks whose rows two ranks share equally, unequally, and so that one has none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)), nn.Linear(64, 33)])
-        self.head = nn.Linear(33, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step + 2))
     return x, torch.tanh(x[:, :1])
-
-
-def wanting(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def sharded(model: nn.Module, reduce_format: str | None = None, **options: Any):
@@ -96,15 +77,8 @@ def test_gradients_reduced_in_fp8_train_as_those_that_fsdp_reduces():
 
 
 def train_fused(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    losses = []
-    for step in range(STEPS - 1):
-        x = batch(step)[0].view(16, 2, 64)
-        loss = (model(x) - torch.tanh(x)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    xs = (batch(step)[0].view(16, 2, 64) for step in range(STEPS - 1))
+    return trained(model, optimizer, ((x, torch.tanh(x)) for x in xs))
 
 
 def fused_alike() -> tuple[list[float], dict[str, Any]]:
@@ -115,12 +89,8 @@ def fused_alike() -> tuple[list[float], dict[str, Any]]:
 @pytest.mark.promise("FSDP2", "Gathered FP8 weights go into fused blocks, with the bits of one process.")
 def test_gathered_weights_go_into_fused_blocks_with_the_bits_of_one_process():
     (losses, weights), (again, _) = dist.run(fused_alike, 2)
-    threads = torch.get_num_threads()  # as the ranks have: a CPU's product splits its sum by threads
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         model = FusedNet()
         model, optimizer = msamp.initialize(model, wanting(model), RECIPE, accept=everything)
         assert losses == again == train_fused(model, optimizer)
         assert same(weights, dict(model.state_dict()))
-    finally:
-        torch.set_num_threads(threads)

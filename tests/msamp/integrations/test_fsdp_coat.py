@@ -12,11 +12,10 @@ import torch.distributed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 import msamp
 from helpers import dist
-from helpers.fsdp_nets import FusedNet, everything, message
+from helpers.fsdp_nets import Counted, FusedNet, everything, message, one_thread, trained, wanting
 from msamp.integrations import fsdp
 from msamp.nn.saved_activations import IN_GROUPS
 from msamp.numerics.recipe import COAT
@@ -51,10 +50,6 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, torch.tanh(tokens[:, None] / 5 - 1)
 
 
-def wanting(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
 def sharded(model: nn.Module, recipe: Any = "coat", **options: Any):
     fsdp.prepare(model, recipe, accept=everything)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
@@ -65,26 +60,14 @@ def sharded(model: nn.Module, recipe: Any = "coat", **options: Any):
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank: int = 0, ranks: int = 1) -> list[float]:
     """Losses of steps on this rank's share of each batch."""
-    losses = []
-    for step in steps:
-        tokens, y = (x[rank::ranks] for x in batch(step))
-        loss = (model(tokens) - y).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return trained(model, optimizer, ([x[rank::ranks] for x in batch(step)] for step in steps))
 
 
 def one_process(model: nn.Module, run: Callable[..., Any], **options: Any):
-    """The result of `run`, weights and states, with as many threads as the ranks have: a CPU's product splits its sum by threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    """The result of `run`, weights and states."""
+    with one_thread():
         model, optimizer = msamp.initialize(model, wanting(model), "coat", accept=everything, **options)
         return run(model, optimizer), bits(dict(model.state_dict())), bits(optimizer.state_dict()["state"])
-    finally:
-        torch.set_num_threads(threads)
 
 
 def bits(x: Any) -> Any:
@@ -94,17 +77,6 @@ def bits(x: Any) -> Any:
     if isinstance(x, ScalingTensor):
         return bits(x.payload), bits(x.scale_inv)
     return x.dtype, tuple(x.shape), x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-class Counted(DefaultAllGather):
-    """FSDP's own all-gather, which remembers what it has sent."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[torch.dtype, int]] = []
-
-    def __call__(self, output_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.sent.append((output_tensor.dtype, output_tensor.nbytes))
-        return super().__call__(output_tensor, *args, **kwargs)
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
@@ -168,15 +140,8 @@ def several(folder: str) -> dict[str, Any]:
 
 
 def train_fused(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    losses = []
-    for step in range(STEPS):
-        x = torch.randn(16, 2, 64, generator=torch.Generator().manual_seed(step))
-        loss = (model(x) - torch.tanh(x)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    xs = (torch.randn(16, 2, 64, generator=torch.Generator().manual_seed(step)) for step in range(STEPS))
+    return trained(model, optimizer, ((x, torch.tanh(x)) for x in xs))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import msamp
 from helpers import dist
-from helpers.fsdp_nets import everything
+from helpers.fsdp_nets import Net, everything, trained, wanting
 from msamp.integrations import fsdp
 from msamp.numerics.recipe import by_name
 from msamp.numerics.scaling import Delayed
@@ -21,34 +21,17 @@ from msamp.numerics.tensor import ScalingTensor
 RECIPE = by_name("O3").with_scaling(Delayed(window=2))
 
 
-def net(seed: int = 0) -> nn.Sequential:
-    """Layers whose rows two ranks share equally, unequally, and so that one has none."""
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(48, 64), nn.GELU(), nn.Linear(64, 33), nn.Linear(33, 1))
-
-
-def wanting(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
 def prepared(seed: int = 0) -> nn.Module:
-    model = fsdp.prepare(net(seed), RECIPE, accept=everything)
+    model = fsdp.prepare(Net(seed), RECIPE, accept=everything)
     mesh = init_device_mesh("cpu", (2,))
-    for part in (model[0], model):
+    for part in (model.blocks[0], model):
         fully_shard(part, mesh=mesh)
     return model
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank: int) -> list[float]:
-    losses = []
-    for step in steps:
-        x = torch.randn(16, 48, generator=torch.Generator().manual_seed(10 * step + rank))
-        loss = (model(x) - torch.tanh(x[:, :1])).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    xs = (torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * step + rank)) for step in steps)
+    return trained(model, optimizer, ((x, torch.tanh(x[:, :1])) for x in xs))
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -98,7 +81,7 @@ def test_o3_resumes_with_the_bits_of_a_run_that_went_on_and_one_process_takes_it
         assert any("the masters of recipe 'O3' start from the weights in fp8-e4m3" in text for text in found["warned"])
     weights, states = ranks[0]["weights"], ranks[0]["states"]
     assert isinstance(states["state"][0]["master"], ScalingTensor)
-    model = net(2)
+    model = Net(2)
     model, optimizer = msamp.initialize(model, wanting(model), RECIPE, accept=everything)
     model.load_state_dict(weights)
     optimizer.load_state_dict(states)
@@ -109,5 +92,5 @@ def test_o3_resumes_with_the_bits_of_a_run_that_went_on_and_one_process_takes_it
 def test_weights_loaded_before_the_optimizer_is_built_replace_the_masters_of_prepare():
     found, _ = dist.run(several, 2, True)
     assert found["resumed"] == found["went on"]
-    before, after = (found[key]["0.weight"].dequantize() for key in ("weights", "alone"))
+    before, after = (found[key]["blocks.0.0.weight"].dequantize() for key in ("weights", "alone"))
     assert 0 < (after - before).abs().max() < 0.1  # one step from the loaded weights, not from those of `prepare`

@@ -9,11 +9,10 @@ from torch import nn
 
 import msamp
 from helpers import dist
-from helpers.numerics import same
+from helpers.numerics import bytes_of, same
 from msamp.nn.linear import FP8Linear
 from msamp.numerics.recipe import by_name
 from msamp.numerics.scaling import Delayed
-from msamp.numerics.tensor import ScalingTensor
 
 LEVELS = ("O1", "O2", "O3")
 STEPS = 8
@@ -37,18 +36,12 @@ class Net(nn.Module):
         return y + 0.01 * self.frozen(y) + self.shift
 
 
-def place() -> tuple[int, int]:
-    """(rank, ranks); one process has no group."""
-    ready = torch.distributed.is_initialized()
-    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if ready else (0, 1)
-
-
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's share of a step's 64 examples, and what a fixed map makes of them."""
     generator = torch.Generator().manual_seed(1)
     teacher = torch.randn(64, 16, generator=generator) / 8
     x = torch.randn(64, 64, generator=generator.manual_seed(step + 2))
-    rank, ranks = place()
+    rank, ranks = dist.place()
     return tuple(part.chunk(ranks)[rank] for part in (x, torch.tanh(x @ teacher)))
 
 
@@ -56,19 +49,14 @@ def wanting(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
-def parts(x: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor as bytes, which compare and travel in any dtype; of a ScalingTensor, its payload and its scale."""
-    return [part.reshape(-1).view(torch.uint8) for part in ([x.payload, x.scale_inv] if isinstance(x, ScalingTensor) else [x])]
-
-
 def values(model: nn.Module) -> list[torch.Tensor]:
     """All that a model keeps, scaling histories included."""
-    return [part.clone() for x in model.state_dict().values() for part in parts(x)]
+    return bytes_of(model.state_dict().values())
 
 
 def train(level: str, *, micro_batches: int = 1, **options) -> dict:
     """An ordinary loop over `batch`: losses of the whole batch, what the model has become, and the optimizer's state."""
-    rank, ranks = place()
+    rank, ranks = dist.place()
     model = Net(rank * 100)
     model, optimizer = msamp.initialize(model, wanting(model), by_name(level).with_scaling(Delayed(WINDOW)), **options)
     start = values(model)
@@ -95,7 +83,7 @@ def train(level: str, *, micro_batches: int = 1, **options) -> dict:
         "losses": torch.tensor(losses),
         "start": start,
         "model": values(model),
-        "state": [part for i in sorted(state) for key in sorted(state[i]) for part in parts(state[i][key])],
+        "state": bytes_of(state[i][key] for i in sorted(state) for key in sorted(state[i])),
         "bytes": sync and sync.sent.total("weight"),
     }
 
@@ -111,18 +99,18 @@ def every_case() -> dict:
 
 def bad_gradient() -> tuple[bool, int]:
     """A NaN on the last rank only: (nothing changed, steps skipped) on this one."""
-    rank, ranks = place()
+    rank, ranks = dist.place()
     model, optimizer = msamp.initialize(net := Net(), wanting(net), "O3")
-    before = [part.clone() for p in model.parameters() for part in parts(p.detach())]
+    before = bytes_of(model.parameters())
     x, y = batch(0)
     ((model(x) - y).square().mean() * (float("nan") if rank == ranks - 1 else 1.0)).backward()
     optimizer.step()
-    return same(before, [part for p in model.parameters() for part in parts(p.detach())]), optimizer.skipped_steps
+    return same(before, bytes_of(model.parameters())), optimizer.skipped_steps
 
 
 def refusals() -> dict[str, str]:
     """What is said to bad input; nothing is converted."""
-    rank, _ = place()
+    rank, _ = dist.place()
     said = {}
 
     def refused(name: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, level: str = "O2", **options) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import msamp
 from helpers import dist
-from helpers.numerics import same
+from helpers.numerics import bytes_of, same
 from msamp import formats, recipes
 from msamp.optim.updates import format_names
 from msamp.parallel.greedy_zero import ZeRO
@@ -54,15 +54,9 @@ def adamw(model: nn.Module, **options) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), **{"lr": 1e-2, **options})
 
 
-def place() -> tuple[int, int]:
-    """(rank, ranks)."""
-    ready = torch.distributed.is_initialized()
-    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if ready else (0, 1)
-
-
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     """Of this rank's share of a step's 64 tokens."""
-    rank, ranks = place()
+    rank, ranks = dist.place()
     tokens = torch.randint(48, (64,), generator=torch.Generator().manual_seed(step)).chunk(ranks)[rank]
     return nn.functional.cross_entropy(model(tokens).float(), (tokens * 5 + 3) % 48)
 
@@ -77,19 +71,13 @@ def go(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> torc
         optimizer.step()
         losses.append(loss.detach())
     total = torch.stack(losses)
-    if place()[1] > 1:
+    if dist.place()[1] > 1:
         torch.distributed.all_reduce(total)
-    return total / place()[1]
-
-
-def parts(x: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor as bytes; of a ScalingTensor, its payload and its scale."""
-    stored = [x.payload, x.scale_inv] if isinstance(x, msamp.ScalingTensor) else [x]
-    return [part.detach().reshape(-1).view(torch.uint8).clone() for part in stored]
+    return total / dist.place()[1]
 
 
 def values(model: nn.Module) -> list[torch.Tensor]:
-    return [part for x in model.state_dict().values() for part in parts(x)]
+    return bytes_of(model.state_dict().values())
 
 
 def trained(recipe: str, steps: int = STEPS, **options) -> dict:
@@ -101,7 +89,7 @@ def trained(recipe: str, steps: int = STEPS, **options) -> dict:
     return {
         "losses": losses,
         "model": values(model),
-        "state": [part for i in sorted(state) for key in sorted(state[i]) for part in parts(state[i][key])],
+        "state": bytes_of(state[i][key] for i in sorted(state) for key in sorted(state[i])),
         "sent": {} if sync is None else {name: sync.bucket_of(p).format.name for p, name in sync.names.items()},
         "zero": isinstance(optimizer.shard, ZeRO),
     }

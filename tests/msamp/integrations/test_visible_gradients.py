@@ -34,12 +34,8 @@ def begin(level: str, **options):
     return msamp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1.0, weight_decay=0.0), recipe=level, **options)
 
 
-def shares() -> tuple[int, int]:
-    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if torch.distributed.is_initialized() else (0, 1)
-
-
 def loss(model: nn.Module, step: int, **options) -> torch.Tensor:
-    rank, ranks = shares()
+    rank, ranks = dist.place()
     x = make("normal", (16, 32), step).chunk(ranks)[rank]
     return (model(x, **options) - x.roll(1, 1)).square().mean()
 
@@ -201,7 +197,7 @@ def reused() -> None:
 
 def on_one_rank_only() -> list[float]:
     """Rank 0 logs, and another rank uses fewer layers."""
-    rank, _ = shares()
+    rank, _ = dist.place()
     model, optimizer = begin("O2", zero=False)
     logged = []
     for step in range(2):

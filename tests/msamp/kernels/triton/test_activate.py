@@ -181,23 +181,6 @@ def test_results_repeat(kind):
     assert first.equal(second)
 
 
-@pytest.mark.parametrize(
-    ("kind", "scale"), [("gelu", None), ("gelu", 2.0), *(pytest.param("swiglu", scale, marks=NIGHTLY) for scale in (None, 2.0))]
-)
-def test_scale_inv_is_left_in_its_slot(kind, scale, triton_device):
-    scale = None if scale is None else torch.tensor(scale, device=triton_device)
-    grad_a, y = inputs(kind, (40, 70), triton_device)
-    slots, one = torch.zeros(2, 4, device=y.device)[:, 0].unbind(), torch.ones((), device=y.device)
-    a_inv, g_inv = (
-        kernel("activate", y, kind, scale, None, E4M3.dtype)[1],
-        kernel("activate_backward", grad_a, y, kind, one, E4M3.dtype, scale, None, E5M2.dtype, colsum=True)[2],
-    )
-    assert kernel("activate", y, kind, scale, None, E4M3.dtype, scale_inv_slot=slots[0])[1].numel() == 0
-    fixed = (kind, one, E4M3.dtype, scale, None, E5M2.dtype)
-    assert kernel("activate_backward", grad_a, y, *fixed, colsum=True, scale_inv_slot=slots[1])[2].numel() == 0
-    assert [float(s) for s in slots] == [float(a_inv), float(g_inv)]
-
-
 @pytest.mark.parametrize("features", [pytest.param(60, marks=pytest.mark.nightly), 270])
 def test_channel_scales_and_amaxes_of_channels(features, triton_device):
     grad_a, y = inputs("swiglu", (37, features), triton_device)

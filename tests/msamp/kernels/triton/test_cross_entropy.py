@@ -33,6 +33,19 @@ def arguments(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return labels.to(logits.device), weights.to(logits.device)
 
 
+def assert_gradient(got: torch.Tensor, want: torch.Tensor, weights: torch.Tensor) -> None:
+    if want.dtype is torch.float32:
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+    else:
+        least = 2.0**-24 if want.dtype is torch.float16 else 1e-30  # a GPU may flush what is far below
+        normal = want.abs().double().cpu() > least
+        apart = (codes(got) - codes(want)).abs() * normal
+        assert apart.max() <= 1
+        assert apart.sum() <= 0.01 * normal.sum()
+        assert (got.abs().double().cpu() * ~normal).max() <= 2 * least
+    assert got[weights == 0].count_nonzero() == 0
+
+
 def assert_same(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Kernel against twin; gives the kernel's gradient and the weights."""
     labels, weights = arguments(logits)
@@ -40,16 +53,7 @@ def assert_same(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     losses, expected = kernel(got, labels, weights), twin(want, labels, weights)
     assert (losses.dtype, losses.shape, losses.device) == (expected.dtype, expected.shape, expected.device)
     torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-5)
-    if logits.dtype is torch.float32:
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
-    else:
-        least = 2.0**-24 if logits.dtype is torch.float16 else 1e-30  # a GPU may flush what is far below
-        normal = want.abs().double().cpu() > least
-        apart = (codes(got) - codes(want)).abs() * normal
-        assert apart.max() <= 1
-        assert apart.sum() <= 0.01 * normal.sum()
-        assert (got.abs().double().cpu() * ~normal).max() <= 2 * least
-    assert got[weights == 0].count_nonzero() == 0
+    assert_gradient(got, want, weights)
     return got, weights
 
 
@@ -104,7 +108,11 @@ def test_a_label_outside_the_vocabulary_makes_loss_and_gradient_nan(label, trito
 
 def test_no_rows(triton_device):
     nothing = torch.empty(0, device=triton_device)
-    assert kernel(torch.empty(0, 8, device=triton_device), nothing.long(), nothing).shape == (0,)
+    empty, module = torch.empty(0, 8, device=triton_device), importlib.import_module("msamp.kernels.triton.cross_entropy")
+    assert kernel(empty, nothing.long(), nothing).shape == (0,)
+    parts = module.softmax_parts(empty, nothing.long(), 0)
+    assert parts.shape == (3, 0)
+    assert module.cross_entropy_of_parts_(empty, nothing.long(), nothing, parts[None], 0).shape == (0,)
 
 
 def spread(logits: torch.Tensor, ranks: int, labels: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,14 +147,7 @@ def test_columns_spread_over_ranks_give_what_whole_rows_give(shape, ranks, dtype
     expected = twin(want, labels, weights)
     losses, got = spread(logits, ranks, labels, weights)
     torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-5)
-    if dtype is torch.float32:
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
-    else:
-        least = 2.0**-24 if dtype is torch.float16 else 1e-30
-        apart = (codes(got) - codes(want)).abs() * (want.abs().double().cpu() > least)
-        assert apart.max() <= 1
-        assert apart.sum() <= 0.01 * want.numel() + 1
-    assert got[weights == 0].count_nonzero() == 0
+    assert_gradient(got, want, weights)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -182,15 +183,6 @@ def test_a_label_of_no_rank_makes_loss_and_gradient_nan(label, triton_device):
         losses = module.cross_entropy_of_parts_(piece, labels, torch.ones(2, device=triton_device), parts, 300 * rank)
         assert losses.isnan().tolist() == [False, True]
         assert piece.isnan().all(1).tolist() == [False, True]
-
-
-def test_no_rows_of_a_rank(triton_device):
-    module = importlib.import_module("msamp.kernels.triton.cross_entropy")
-    nothing = torch.empty(0, device=triton_device)
-    parts = module.softmax_parts(torch.empty(0, 8, device=triton_device), nothing.long(), 0)
-    assert parts.shape == (3, 0)
-    empty = torch.empty(0, 8, device=triton_device)
-    assert module.cross_entropy_of_parts_(empty, nothing.long(), nothing, parts[None], 0).shape == (0,)
 
 
 @pytest.mark.gpu
