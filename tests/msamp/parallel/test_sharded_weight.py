@@ -34,6 +34,16 @@ def test_rows_share_the_scale_and_the_memory():
     assert second.payload.data_ptr() == w.payload[3:].data_ptr()
 
 
+def test_a_copy_has_the_bits_and_the_scale_of_another_weight_of_its_format_and_nothing_else_is_copied():
+    w, other = weight(), ScalingTensor.quantize(3 * torch.ones(5, 4), formats.FP16)
+    for source in (torch.ones(5, 4, dtype=torch.bfloat16), ScalingTensor.quantize(torch.ones(5, 4), formats.E4M3)):
+        with pytest.raises(ValueError, match="load_model"):
+            w.copy_(source)
+    w.copy_(other)
+    assert w.payload.equal(other.payload)
+    assert w.scale_inv.equal(other.scale_inv)
+
+
 CAST = O2.gemm.weight
 
 

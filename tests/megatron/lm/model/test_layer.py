@@ -135,14 +135,20 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def found_on_a_rank(recipe: Recipe, shape: str, way: str, fuse: bool, convert: bool = True) -> tuple[list[bool], Tensor, dict[str, Tensor]]:
-    """Which layers are fused, the losses, and this rank's gradients; without `convert` through megatron-core's collectives."""
+def found_on_a_rank(
+    recipe: Recipe, shape: str, way: str, fuse: bool, convert: bool = True, bias: float | None = None
+) -> tuple[list[bool], Tensor, dict[str, Tensor]]:
+    """Which layers are fused, the losses, and this rank's gradients; without `convert` through megatron-core's collectives. `bias`: of the
+    row-parallel layers."""
     parallel = {"tensor_model_parallel_size": torch.distributed.get_world_size(), **WAYS[way]}
     settings = tiny.config("unread", hidden_size=64, init_method_std=0.1, **SHAPES[shape], **parallel)
     with tiny.started(settings):
         process_groups.seed_all(7)
         made = build_model(*tiny.parts(settings), recipe, tiny.VOCABULARY)
         fused = [layer.fused for layer in layers(made)]
+        for layer in layers(made) if bias is not None else ():
+            for row in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
+                row.bias.data[:] = torch.linspace(-bias, bias, len(row.bias))
         if not convert:
             for layer in made.modules():
                 if isinstance(layer, FP8Gemm):
@@ -185,6 +191,19 @@ def assert_close_over_two_ranks(recipe: Recipe, shape: str, way: str) -> None:
             # The gradient of a bias has few values: from seed to seed either of the two is closer by up to 5 dB.
             lost = {name: 6.0 if exact_gradients[name].dim() == 1 else 3.0 for name in close} | dict.fromkeys(of_keys, 8.0)
             assert {name: (db, theirs[name]) for name, db in close.items() if db < theirs[name] - lost[name]} == {}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
+@pytest.mark.parametrize("recipe", [O2, O3])
+def test_a_bias_of_rows_is_added_once(recipe: Recipe):
+    calls = ((recipe, "rope", "sequence", fuse, True, bias) for fuse, bias in ((True, 0.3), (False, 0.3), (False, None)))
+    fused, composed, without = (found[0][1] for found in on_two_ranks(*calls))
+    alone = model(recipe, **SHAPES["rope"])
+    for layer in layers(alone):
+        layer.self_attention.linear_proj.bias.data[:] = layer.mlp.linear_fc2.bias.data[:] = torch.linspace(-0.3, 0.3, 64)
+    expected = forward_backward(alone)[0]
+    for losses in (fused, composed):
+        assert (losses - expected).norm() < 0.25 * (without - expected).norm()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")

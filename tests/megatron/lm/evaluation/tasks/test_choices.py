@@ -1,5 +1,6 @@
 """Documents of local files, and questions with lettered options."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,19 @@ def test_datasets_are_made_of_rows():
     assert list(made) == [{"question": "Why?", "passage": "", "choices": ["this", "that"], "gold": 1}]
     with pytest.raises(ValueError, match="no row has its answer"):
         choices.lettered(datasets.Dataset.from_list([row("A. this", "hidden")]))
-    rows = [{"passage": "p", "question": "q", "answer": answer} for answer in ("True", "False", "unknown")]
-    assert [entry["gold"] for entry in choices.yes_or_no(datasets.Dataset.from_list(rows))] == [1, 0]
+
+
+class Rows(list):
+    """A dataset, without the package."""
+
+    from_list = classmethod(lambda cls, rows: cls(rows))
+
+
+def test_an_answer_of_boolq_is_its_task_s_word_for_it():
+    task = Path(choices.__file__).with_name("boolq.yaml").read_text(encoding="utf-8")
+    words = json.loads(task.partition("doc_to_choice:")[2].partition("\n")[0])
+    rows = Rows({"passage": "p", "question": "q", "answer": answer} for answer in ("True", "False", True, None))
+    assert [words[row["gold"]] for row in choices.yes_or_no(rows)] == ["yes", "no", "yes"]
 
 
 def test_lines_become_the_test_split(tmp_path: Path):
