@@ -1,17 +1,14 @@
 """Graphs of pipeline stages: steps on slots are eager steps bit for bit, with as many graphs as micro-batches are under way.
 
-On a CPU a replay runs again what was to be captured. On one GPU two processes share it and send each other through the host.
+On a CPU a replay runs again what was to be captured.
 """
 
 import contextlib
-import functools
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -156,79 +153,6 @@ def test_a_recorded_step_of_a_stage_has_graphs_of_its_own_and_the_same_lines(tmp
     ranks = dist.run(recorded_both_ways, 2, str(tmp_path))
     assert any(lines for lines, *_ in ranks)
     assert all(same_lines and same_bits for _, same_lines, same_bits in ranks)
-
-
-# One GPU, two processes
-
-
-class Passed:
-    """A transfer through the host."""
-
-    def __init__(self, work: Any, host: Tensor, target: Tensor | None = None) -> None:
-        self.work, self.host, self.target = work, host, target
-
-    def wait(self) -> None:
-        self.work.wait()
-        if self.target is not None:
-            self.target.data.copy_(self.host)
-
-
-@contextlib.contextmanager
-def through_the_host() -> Iterator[None]:
-    """What stages send each other, and what the step adds up over them, over gloo: NCCL takes no two ranks on one GPU."""
-    sends, receives = torch.distributed.isend, torch.distributed.irecv
-    exchanges, adds_up = torch.distributed.all_to_all_single, torch.distributed.all_reduce
-
-    def isend(tensor: Tensor, dst: int, group: Any = None) -> Passed:
-        host = tensor.detach().cpu()
-        return Passed(sends(host, dst, group=group), host)
-
-    def irecv(tensor: Tensor, src: int, group: Any = None) -> Passed:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype)
-        return Passed(receives(host, src, group=group), host, tensor)
-
-    def all_to_all_single(received: Tensor, sent: Tensor, *arguments: Any, **settings: Any) -> None:
-        host = torch.empty(received.shape, dtype=received.dtype)
-        exchanges(host, sent.cpu(), *arguments, **settings)
-        received.copy_(host)
-
-    def all_reduce(x: Tensor, *arguments: Any, **settings: Any) -> None:
-        host = x.cpu()
-        adds_up(host, *arguments, **settings)
-        x.copy_(host)
-
-    def batch(ops: list[Callable[[], Passed]]) -> list[Passed]:
-        return [op() for op in ops]
-
-    staged = {"isend": isend, "irecv": irecv, "all_to_all_single": all_to_all_single, "all_reduce": all_reduce}
-    staged |= {"batch_isend_irecv": batch, "P2POp": functools.partial}
-    with contextlib.ExitStack() as stack:
-        for name, stand_in in staged.items():
-            stack.enter_context(patch.object(torch.distributed, name, stand_in))
-        yield
-
-
-UNTIED = {"untie_embeddings_and_output_weights": True}  # tied ones are added up over gloo, which no graph can hold
-ON_ONE_GPU: dict[str, dict[str, Any]] = {
-    **{name: {"precision": name, **PP, **UNTIED} for name in ("bf16", "O1", "O2", "O3", "coat")},
-    "O3 interleaved": {"precision": "O3", **VPP, **UNTIED},
-    "bf16 interleaved": {"precision": "bf16", **VPP, **UNTIED},
-    "O2, one micro-batch": CASES["O2 untied, one micro-batch"],
-    "O2, recomputed": {**MORE["O2, recomputed"], **UNTIED},
-    "fp16-amp": {**MORE["fp16-amp"], **UNTIED},
-}
-
-
-def on_one_gpu() -> dict[str, Any]:
-    os.environ["LOCAL_RANK"] = "0"
-    with through_the_host():
-        return compared(ON_ONE_GPU, ("micro-batch",))
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(400)
-def test_graphs_of_two_stages_on_one_gpu_change_no_bit():
-    check(dist.run(on_one_gpu, 2, timeout=380), ON_ONE_GPU, skipped=None)
 
 
 # Two and four GPUs

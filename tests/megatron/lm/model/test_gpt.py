@@ -1,17 +1,11 @@
-"""The model against a plain PyTorch GPT written out below, on one process, through megatron-core's schedules, and cut over two."""
-
-from collections.abc import Callable, Iterator
-from functools import partial
+"""The model against a plain PyTorch GPT written out below."""
 
 import pytest
 import torch
-from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 from torch.nn import functional
 
-from helpers import dist
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron.lm.model.gpt import GPT, assemble, mean_loss, transformer_config
 from megatron.lm.model.spec import LayerOptions, block_spec
@@ -244,80 +238,3 @@ def test_recomputation_gives_the_same_gradients(dropout: float):
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, grad in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], grad, rtol=1e-5, atol=1e-6)
-
-
-# Through megatron-core's schedules, as the trainer does.
-
-
-def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: GPT) -> tuple[Tensor, Callable]:
-    data = next(data_iterator)
-    return loss_sum(model, data), partial(mean_loss, loss_mask=data["loss_mask"])
-
-
-def run_schedule(model: GPT, micro_batches: int = 2) -> list[dict[str, Tensor]]:
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter([batch(seed) for seed in range(micro_batches)]),
-        model=[model],
-        num_microbatches=micro_batches,
-        seq_length=16,
-        micro_batch_size=3,
-        forward_only=False,
-    )
-
-
-def whole_run(shape: dict) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor]]:
-    """Weights, mean loss of each of two micro-batches, gradients: one process, no schedule."""
-    model = new_model(config(shape))
-    losses = [loss_of(model, batch(seed)) for seed in range(2)]
-    torch.stack(losses).mean().backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    return {name: p.detach().clone() for name, p in model.named_parameters()}, [loss.item() for loss in losses], gradients
-
-
-def shard(parameter: Tensor, whole: Tensor) -> Tensor:
-    if not getattr(parameter, "tensor_model_parallel", False):
-        return whole
-    size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-    return whole.chunk(size, parameter.partition_dim)[rank]
-
-
-def whole_name(name: str) -> str:
-    """The name in a model that is not cut into stages of one layer."""
-    return name.replace("layers.0.", f"layers.{parallel_state.get_pipeline_model_parallel_rank()}.")
-
-
-def cut_run(weights: dict[str, Tensor], gradients: dict[str, Tensor], shape: dict) -> dict[str, list[float]]:
-    """Losses by layout, seen from this rank; gradients are checked here, each rank its own part."""
-    layouts = {
-        "tp-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-        "pp": {"pipeline_model_parallel_size": 2},
-    }
-    seen = {}
-    for layout, sizes in layouts.items():
-        settings = config(shape, sizes)
-        process_groups.initialize(settings)
-        model = plain_model(settings, FP32)
-        rename = whole_name if layout == "pp" else str
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(shard(parameter, weights[rename(name)]))
-        seen[layout] = [(r["loss_sum"] / r["tokens"]).item() for r in run_schedule(model)]
-        for name, parameter in model.named_parameters():
-            if getattr(parameter, "sequence_parallel", False):
-                torch.distributed.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
-            expected = shard(parameter, gradients[rename(name)])
-            torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
-        parallel_state.destroy_model_parallel()
-    return seen
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
-def test_tensor_sequence_and_pipeline_parallel():
-    shape = {"untie_embeddings_and_output_weights": True}
-    weights, losses, gradients = whole_run(shape)
-    first, second = dist.run(cut_run, 2, weights, gradients, shape)
-    assert first["tp-sp"] == pytest.approx(losses, rel=1e-5)
-    assert second == {"tp-sp": pytest.approx(losses, rel=1e-5), "pp": pytest.approx(losses, rel=1e-5)}
-    assert first["pp"] == []  # only the last stage knows the loss

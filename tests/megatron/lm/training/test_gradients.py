@@ -1,16 +1,14 @@
 """How the flags reach the gradient synchroniser, whose work is tests/msamp/comm's; a rank's chunks; bytes between pipeline stages."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from helpers import dist, tiny
+from helpers import tiny
 from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.model.gpt import GPT, build_model
-from megatron.lm.step import evaluate, train_step
 from megatron.lm.training.gradients import count_pipeline_traffic
 from msamp.comm.counters import WireBytes
 from msamp.comm.grad_sync import GradSync
@@ -92,46 +90,3 @@ def test_pipeline_traffic_by_hand(flags: dict[str, Any], dtype: torch.dtype, par
     hidden = (settings.parallel.rows(settings.model.seq_length), settings.training.micro_batch_size, settings.model.hidden_size)
     count_pipeline_traffic(sent, hidden, held, 4)
     assert sent.rows() == {("activation", "pipeline send"): transfers * BF16_BYTES}
-
-
-STAGES = {"PP": PP | {"precision": "fp32"}, "interleaved": PP | VPP | {"opt_level": "O2"}}
-
-
-def sent_to_stages(prefix: str) -> dict[str, list[tuple[int, int]]]:
-    """Bytes that this rank counts in each of two steps, with an evaluation between, and those that torch's process groups are given."""
-    passed = []
-    send = torch.distributed.ProcessGroup.send
-
-    def spy(group: Any, tensors: list[torch.Tensor], *args: Any) -> Any:
-        passed.append(sum(x.nbytes for x in tensors))
-        return send(group, tensors, *args)
-
-    torch.distributed.ProcessGroup.send = spy  # of this process alone, which ends with the test
-    found: dict[str, list[tuple[int, int]]] = {}
-    for name, flags in STAGES.items():
-        with tiny.trainer(tiny.config(prefix, **flags)) as made:
-            training, stream = made.training, made.data.batches(made.training, made.data.train, 0)
-            found[name] = []
-            for _ in range(2):
-                training.grad_sync.sent.take()
-                passed.clear()
-                train_step(training, stream)
-                found[name].append((training.grad_sync.sent.rows()["activation", "pipeline send"], sum(passed)))
-                evaluate(training, stream, 1)
-    return found
-
-
-@pytest.fixture(scope="module")
-def stages(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[tuple[int, int]]]]:
-    if torch.cuda.is_available():
-        pytest.skip("several processes on one GPU")
-    prefix: Path = tiny.write_data(tmp_path_factory.mktemp("data"))
-    return dist.run(sent_to_stages, 2, str(prefix))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", STAGES)
-def test_pipeline_traffic_is_what_goes_through_the_process_groups(stages: list[dict[str, list[tuple[int, int]]]], name: str):
-    for rank in stages:
-        for counted, passed in rank[name]:
-            assert counted == passed > 0

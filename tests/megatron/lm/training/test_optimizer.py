@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from helpers import dist, tiny
+from helpers import tiny
 from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.model.gpt import GPT, build_model
-from megatron.lm.model.initial import named_globally
 from megatron.lm.training.optimizer import build_optimizer, build_schedule, bytes_per_parameter, rounding_keys
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics import formats
@@ -234,90 +232,3 @@ def test_decoupled_learning_rates_of_embedding_and_head(untied: bool):
         assert len(found) == len(list(model.parameters()))
         assert {p for p, lr in found.items() if lr == pytest.approx(decoupled)} == apart
         assert {p for p, lr in found.items() if lr == pytest.approx(rate)} == found.keys() - apart
-
-
-# One norm over the grid
-
-GRIDS: dict[str, dict[str, Any]] = {
-    "TP": {"tensor_model_parallel_size": 2},
-    "TP+SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "TP ZeRO": {"tensor_model_parallel_size": 2, "use_distributed_optimizer": True},
-    "PP": {"pipeline_model_parallel_size": 2, "global_batch_size": 8},
-    "PP untied": {"pipeline_model_parallel_size": 2, "global_batch_size": 8, "untie_embeddings_and_output_weights": True},
-}
-
-
-def whole_gradient(name: str, shape: tuple[int, ...]) -> Tensor:
-    """FP32, the same on every rank; of each name apart and of magnitudes far apart."""
-    seed = sum(map(ord, name))
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 10.0 ** (seed % 3 - 1)
-
-
-def grid_norm(settings: dict[str, Any]) -> dict[str, Any]:
-    """The norm that a step finds where every rank has its part of the same gradients; and where one replicated copy is NaN."""
-    config = tiny.config("corpus", precision="fp32", clip_grad=1.0, **settings)
-    with tiny.started(config):
-        kind = build_recipe(config.precision)
-        model = build_model(*tiny.parts(config), kind, tiny.VOCABULARY)
-        sync = tiny.synchronizer(model, config, kind)
-        optimizer = build_optimizer(model, config.optimizer, kind, sync, seed=config.training.seed, overlap_param_gather=True)
-        rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-        shapes: dict[str, tuple[int, ...]] = {}
-        replicated = []
-        parts: dict[Tensor, Tensor] = {}
-        for module_name, module in named_globally(model):
-            for key, p in module.named_parameters(recurse=False):
-                name, shape = f"{module_name}.{key}", list(p.shape)
-                cut = getattr(p, "tensor_model_parallel", False)
-                if cut:
-                    shape[p.partition_dim] *= size
-                else:
-                    replicated.append(p)
-                shapes[name] = tuple(shape)
-                whole = whole_gradient(name, shapes[name])
-                parts[p] = whole.chunk(size, p.partition_dim)[rank] if cut else whole
-        norms = []
-        for poisoned in (False, True):
-            sync.clear()
-            for p, g in parts.items():
-                p.main_grad = g.clone()
-                for segment in sync.owned(p) if sync.shard else ():
-                    segment.grad = g[segment.row : segment.row + segment.rows].clone() if p.dim() else g.clone()
-                if poisoned and torch.distributed.get_rank() == 1 and p is replicated[0]:
-                    p.main_grad.fill_(float("nan"))
-                    for segment in sync.owned(p) if sync.shard else ():
-                        segment.grad.fill_(float("nan"))
-            optimizer.step()
-            norms.append(float(optimizer.grad_norm))
-        return {"shapes": shapes, "norms": norms, "skipped": optimizer.skipped_steps}
-
-
-def grid_norms() -> dict[str, dict[str, Any]]:
-    return {name: grid_norm(settings) for name, settings in GRIDS.items()}
-
-
-@pytest.fixture(scope="module")
-def norms_of_two() -> list[dict[str, dict[str, Any]]]:
-    if torch.cuda.is_available():
-        pytest.skip("several processes on one GPU")
-    return dist.run(grid_norms, 2)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("grid", GRIDS)
-def test_the_norm_over_a_grid_is_that_of_the_whole_tensors(norms_of_two: list[dict[str, dict[str, Any]]], grid: str):
-    """Replicated parameters count once, as does a tied embedding with its copy on the last stage."""
-    ranks = [rank[grid] for rank in norms_of_two]
-    shapes = {name: shape for rank in ranks for name, shape in rank["shapes"].items()}
-    squares = [float(whole_gradient(name, shape).double().square().sum()) for name, shape in shapes.items()]
-    for rank in ranks:
-        assert rank["norms"][0] == pytest.approx(math.sqrt(sum(squares)), rel=1e-12)
-        assert rank["norms"][0] == ranks[0]["norms"][0]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("grid", GRIDS)
-def test_a_copy_that_is_not_finite_skips_the_step_on_all(norms_of_two: list[dict[str, dict[str, Any]]], grid: str):
-    for rank in norms_of_two:
-        assert math.isnan(rank[grid]["norms"][1])
-        assert rank[grid]["skipped"] == 1

@@ -5,14 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from helpers import dist, tiny
 from helpers.faulty import told
 from megatron.lm.run.reports import lost_updates
-from megatron.lm.run.reports.lost_updates import LostUpdates
 from megatron.lm.step import train_step
-from msamp.optim.device_copy import DeviceCopy
 
 FC1 = "decoder.layers.1.mlp.linear_fc1"
 NEAREST = {"master_rounding": "nearest"}
@@ -60,20 +57,6 @@ def test_a_low_learning_rate_is_warned_of_once_where_the_masters_lose_it(prefix:
     assert list(row["layers"].values()) == sorted(row["layers"].values(), reverse=True)
     worst = next(iter(row["layers"]))
     assert re.search(rf"now {re.escape(worst)} \d+ %", line)
-
-
-def checks(config: Any, tables: list[dict[str, tuple[float, float]]]) -> tuple[LostUpdates, list[dict[str, Any]]]:
-    """Judge tables of distances as they might come from checks, in a trainer that is not run; the rows that it writes."""
-    rows: list[dict[str, Any]] = []
-    with tiny.trainer(config) as made:
-        watch, write = made.lost_updates, made.metrics.write
-        made.metrics.write = rows.append  # type: ignore[method-assign]
-        for number, table in enumerate(tables, 1):
-            values = torch.tensor([table.get(name, (0.0, 0.0)) for name in watch._storage], dtype=torch.float64)
-            watch._check = (50 * number, 1e-7, DeviceCopy(values))
-            watch.judge()
-        made.metrics.write = write  # type: ignore[method-assign]
-    return watch, rows
 
 
 @pytest.mark.usefixtures("every_step")

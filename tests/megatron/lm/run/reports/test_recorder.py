@@ -13,7 +13,6 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import checkpoints, dist, tiny
 from megatron.lm.build import build_training
@@ -202,44 +201,6 @@ def test_a_recorded_step_reads_the_device_once(tmp_path: Path, monkeypatch: pyte
         recorder.close()
     # The two bools are the flag whether the step can be taken: on a GPU nobody asks for it before the table is there.
     assert found[1] - found[0] == Counter({"tolist": 1, "__bool__": 2})
-
-
-class Operators(TorchDispatchMode):
-    """Keeps the names of all operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def test_steps_that_are_not_recorded_are_the_usual_ones_to_the_operator(tmp_path: Path):
-    ran = []
-    for recorded in (False, True):
-        config = tiny.config("corpus", precision="O3")
-        with tiny.started(config):
-            made = build_training(config, tiny.VOCABULARY)
-            stream = tiny.random_batches(config)
-            recorder = Recorder(made, str(tmp_path / "p.jsonl"), 500, lambda *_: None) if recorded else None
-            for number in (1, 2):
-                with recorder.step(number) if recorder is not None else contextlib.nullcontext():
-                    train_step(made, stream, recorder=recorder)
-            assert not any(module._forward_hooks or module._backward_hooks for module in made.model.modules())
-            with Operators() as operators:
-                train_step(made, stream, recorder=recorder)
-            ran.append(operators.names)
-            if recorder is not None:
-                with Operators() as operators, recorder.step(4):
-                    train_step(made, stream, recorder=recorder)
-                recorder.close()
-    assert ran[0] == ran[1]
-    assert not any("tally" in name for name in ran[1])
-    tallies = sum("tally_.default" in name for name in operators.names)
-    assert tallies < len(operators.names) / 10
-    assert tallies >= 2 * 4 * 6  # of each linear layer input, grad_output, gradient, master, m, v
 
 
 @pytest.mark.parametrize("more", [{"qk_layernorm": True}, {"bf16_linears": ("linear_proj",)}], ids=["fused", "not fused"])
