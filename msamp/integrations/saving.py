@@ -130,13 +130,13 @@ class _Plain:
         return {"optimizer": None}
 
 
-def masters_of(optimizer: LowPrecisionOptimizer) -> dict[int, torch.Tensor] | None:
-    """Return id of a parameter -> its separate master; None on ranks other than the first under ZeRO."""
+def masters_of(optimizer: LowPrecisionOptimizer, *, everywhere: bool = False) -> dict[int, torch.Tensor] | None:
+    """Return id of a parameter -> its separate master; None on ranks other than the first under ZeRO, unless `everywhere`. Collective."""
     optimizer.reload_model_params()  # weights may have been loaded since the last step
     params = [p for group in optimizer.param_groups for p in group["params"]]
     states = [optimizer.state.get(p, {}) for p in params]
     if optimizer.shard.ranks > 1:
-        gathered = optimizer.state_dict()["state"]
+        gathered = optimizer.state_dict(everywhere=everywhere)["state"]
         if not gathered:
             return None
         states = [gathered.get(index, {}) for index in range(len(params))]

@@ -18,10 +18,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from msamp.integrations.loop_optimizer import LoopOptimizer, optimizers_of, parameter_formats
+from msamp.integrations.saving import masters_of
 from msamp.nn.linear import Loading
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics import recipe as recipes
@@ -33,7 +33,7 @@ from msamp.optim import updates
 from msamp.optim.optimizer import LowPrecisionOptimizer
 from msamp.optim.shard import Shard
 from msamp.optim.states import parameter_kind
-from msamp.optim.updates import MASTER, format_names
+from msamp.optim.updates import format_names
 
 ACCEPTED = {"Adam": None, "AdamW": None, "SGD": "sgd-momentum", "Muon": "muon"}  # class in torch.optim -> update; None: the recipe's
 _GRAD_FORMATS = tuple(fmt.name for fmt in ALL_FORMATS)
@@ -243,14 +243,8 @@ def former_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
 
 def take_masters(former: LoopOptimizer) -> dict[torch.Tensor, torch.Tensor]:
     """Return the FP32 values of a former optimizer's separate masters. Collective under ZeRO."""
-    former.reload_model_params()  # weights may have been loaded since the last step
-    params = [p for group in former.param_groups for p in group["params"]]
-    states: list[Any] = [former.state.get(p, {}) for p in params]
-    if former.shard.ranks > 1:
-        gathered = [former.state_dict()["state"]]
-        dist.broadcast_object_list(gathered, group=former.group, group_src=0)
-        states = [gathered[0].get(index, {}) for index in range(len(params))]
-    return {p: fp32_values(state[MASTER.key]).to(p.device) for p, state in zip(params, states, strict=True) if MASTER.key in state}
+    masters = masters_of(former, everywhere=True) or {}
+    return {p: fp32_values(masters[id(p)]).to(p.device) for group in former.param_groups for p in group["params"] if id(p) in masters}
 
 
 def release(former: LoopOptimizer) -> None:

@@ -11,7 +11,7 @@ import triton.language as tl
 from msamp.kernels.reference.cast_transpose import check_rows
 from msamp.kernels.triton.cast import _block_amax, fp8_constants
 from msamp.kernels.triton.cast_transpose import _load_rows, _put, _put_transposed, _tile
-from msamp.kernels.triton.scale_from_amax import _inverse, _scale
+from msamp.kernels.triton.scale_from_amax import _weight_scales_kernel
 from msamp.numerics.formats import of_dtype
 from msamp.numerics.scaling import _fields
 
@@ -25,21 +25,6 @@ def _expert_amax_kernel(x, maxima, numel, BLOCK: tl.constexpr):
     at = part * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + expert * numel + at, mask=at < numel, other=0.0).to(tl.float32)
     tl.store(maxima + expert * tl.num_programs(0) + part, _block_amax(v))
-
-
-@triton.jit
-def _expert_scales_kernel(
-    maxima, stored, multipliers, scale_invs, count, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, BLOCK: tl.constexpr
-):
-    expert = tl.program_id(0).to(tl.int64)
-    top = tl.zeros((BLOCK,), tl.float32)
-    for first in tl.range(0, count, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        top = tl.maximum(top, tl.load(maxima + expert * count + at, mask=at < count, other=0.0))
-    factor = tl.load(stored + expert)
-    scale = _scale(tl.max(top) * factor, 1.0, EXPONENT, MANTISSA)
-    tl.store(multipliers + expert, scale * factor)
-    tl.store(scale_invs + expert, _inverse(scale))
 
 
 @triton.jit
@@ -79,7 +64,7 @@ def expert_cast(payload, stored, dtype):
         if E:
             exponent, mantissa = _fields(of_dtype(dtype).max)
             _expert_amax_kernel[parts, E](payload, maxima, N * K, BLOCK=BLOCK, num_warps=8)
-            _expert_scales_kernel[E,](
+            _weight_scales_kernel[E,](
                 maxima, stored.contiguous(), multipliers, scale_invs, parts, EXPONENT=exponent, MANTISSA=mantissa, BLOCK=MANY, num_warps=4
             )
     if payload.numel():

@@ -86,16 +86,17 @@ def _amax_kernel(x, maxima, numel, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def _weight_scales_kernel(
-    maxima, stored, multiplier, scale_inv, count, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, BLOCK: tl.constexpr
+    maxima, stored, multipliers, scale_invs, count, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, BLOCK: tl.constexpr
 ):
+    weight = tl.program_id(0).to(tl.int64)
     top = tl.zeros((BLOCK,), tl.float32)
     for first in tl.range(0, count, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        top = tl.maximum(top, tl.load(maxima + at, mask=at < count, other=0.0))
-    factor = tl.load(stored)
+        top = tl.maximum(top, tl.load(maxima + weight * count + at, mask=at < count, other=0.0))
+    factor = tl.load(stored + weight)
     scale = _scale(tl.max(top) * factor, 1.0, EXPONENT, MANTISSA)
-    tl.store(multiplier, scale * factor)
-    tl.store(scale_inv, _inverse(scale))
+    tl.store(multipliers + weight, scale * factor)
+    tl.store(scale_invs + weight, _inverse(scale))
 
 
 def weight_scales(payload, scale_inv, fp_max):
