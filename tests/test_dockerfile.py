@@ -49,7 +49,7 @@ def test_hadolint_has_no_complaint():
 
 
 def test_shellcheck_has_no_complaint():
-    scripts = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "examples").rglob("*.sh"))]
+    scripts = [str(path.relative_to(ROOT)) for path in sorted([*(ROOT / "examples").rglob("*.sh"), *(ROOT / "findings").glob("*.sh")])]
     assert "examples/slurm/pretrain.sh" in scripts
     command = [linter("shellcheck"), "-x", "-P", "SCRIPTDIR", "-P", ".", *scripts, ".ci/run"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
