@@ -11,27 +11,9 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.adamw_inputs import adamw_batch
 from helpers.agreement import assert_codes
 from helpers.numerics import bits, make
-from msamp.kernels import ops, reference
-from msamp.kernels.reference.activate import activate, activate_backward
-from msamp.kernels.reference.amax import amax
-from msamp.kernels.reference.block_cast import block_cast
-from msamp.kernels.reference.cast import cast
-from msamp.kernels.reference.cast_transpose import cast_columns, cast_transpose, cast_transposed, transpose
-from msamp.kernels.reference.cross_entropy import cross_entropy_
-from msamp.kernels.reference.expert_cast import expert_cast
-from msamp.kernels.reference.expert_swiglu import expert_swiglu, expert_swiglu_backward
-from msamp.kernels.reference.group_cast import group_cast, group_decode
-from msamp.kernels.reference.group_tokens import group_tokens
-from msamp.kernels.reference.grouped_mm import grouped_mm, grouped_mm_grad_weight, grouped_tiles
-from msamp.kernels.reference.permute import permute, unpermute
-from msamp.kernels.reference.rotary import rotary_, rotary_backward
-from msamp.kernels.reference.scale_from_amax import scale_from_amax, weight_scales
-from msamp.kernels.reference.sums import sum_parts, sum_payloads
-from msamp.kernels.reference.tally import tally_, tally_update_
-from msamp.kernels.scaled_mm import block_scaled_mm, scaled_mm
+from msamp.kernels import ops, reference, scaled_mm
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.tensor import ScalingTensor
@@ -94,39 +76,10 @@ FLAGS: dict[str, dict[str, Any]] = {
 NAMES = tuple(arguments("cpu"))
 # opcheck itself cannot compare FP8 operands.
 FP8_OPERANDS = ("scaled_mm", "block_scaled_mm", "transpose", "group_decode", "tally_", "grouped_mm", "grouped_mm_grad_weight", "permute")
-TWINS = {
-    "amax": amax,
-    "cast": cast,
-    "cast_columns": cast_columns,
-    "cast_transpose": cast_transpose,
-    "cast_transposed": cast_transposed,
-    "group_cast": group_cast,
-    "group_decode": group_decode,
-    "transpose": transpose,
-    "weight_scales": weight_scales,
-    "activate": activate,
-    "activate_backward": activate_backward,
-    "rotary_": rotary_,
-    "rotary_backward": rotary_backward,
-    "cross_entropy_": cross_entropy_,
-    "sum_parts": sum_parts,
-    "sum_payloads": sum_payloads,
-    "scale_from_amax": scale_from_amax,
-    "tally_": tally_,
-    "tally_update_": tally_update_,
-    "scaled_mm": scaled_mm,
-    "grouped_mm": grouped_mm,
-    "grouped_mm_grad_weight": grouped_mm_grad_weight,
-    "grouped_tiles": grouped_tiles,
-    "group_tokens": group_tokens,
-    "permute": permute,
-    "unpermute": unpermute,
-    "expert_cast": expert_cast,
-    "expert_swiglu": expert_swiglu,
-    "expert_swiglu_backward": expert_swiglu_backward,
-    "block_cast": block_cast,
-    "block_scaled_mm": block_scaled_mm,
-}
+MODULES = [
+    scaled_mm,
+    *(importlib.import_module(f"msamp.kernels.reference.{at.stem}") for at in Path(reference.__path__[0]).glob("[!_]*.py")),
+]
 ROUNDED_OTHERWISE = (
     "activate",
     "activate_backward",
@@ -136,6 +89,11 @@ ROUNDED_OTHERWISE = (
     "rotary_",
     "rotary_backward",
 )  # a GPU's exponentials and the order of its sums
+
+
+def twin_of(name: str) -> Any:
+    (twin,) = {getattr(module, name) for module in MODULES if getattr(getattr(module, name, None), "__module__", "") == module.__name__}
+    return twin
 
 
 def outputs(result) -> list[torch.Tensor]:
@@ -178,7 +136,7 @@ def test_the_table_gives_what_the_twin_gives_with_and_without_the_dispatcher(nam
         undispatched = outputs(getattr(ops, name)(*plain, **flags))
     assert all(bits(a).equal(bits(b)) for a, b in zip(undispatched, results, strict=True))
     assert all(bits(a).equal(bits(b)) for a, b in zip(args, plain, strict=True) if isinstance(a, torch.Tensor)), "arguments change alike"
-    for got, want in zip(results, outputs(TWINS[name](*same, **flags)), strict=True):
+    for got, want in zip(results, outputs(twin_of(name)(*same, **flags)), strict=True):
         if got.element_size() == 1:
             assert_codes(got, want, 1e-3 if name in ROUNDED_OTHERWISE else 0.0)
         elif name in ROUNDED_OTHERWISE:
@@ -188,12 +146,6 @@ def test_the_table_gives_what_the_twin_gives_with_and_without_the_dispatcher(nam
     for a, b in zip(args, same, strict=True):
         if isinstance(a, torch.Tensor) and a.element_size() > 1:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=f"{name} changes its arguments in another way")
-
-
-def test_what_runs_without_the_dispatcher_is_plain_on_a_gpu_and_outside_of_autograd():
-    with torch.no_grad():
-        assert not ops._unseen(torch.ones(2)), "a CPU tensor"
-        assert not ops._unseen(torch.ones(2, device="meta"))
 
 
 @pytest.mark.gpu
@@ -209,11 +161,11 @@ def test_autograd_traces_and_tensors_that_are_not_plain_keep_the_dispatcher():
 
 
 def test_a_cpu_tensor_gets_the_twin_and_a_gpu_one_triton():
-    assert ops._implementation(cast, "cpu") is cast
-    assert ops._implementation(cast_transpose, "cpu") is cast_transpose
+    amax = twin_of("amax")
     assert ops._implementation(amax, "cuda") is amax, "there is no Triton amax: the twin is one pass already"
     pytest.importorskip("triton")
-    for twin in (cast, cast_transpose):
+    for twin in map(twin_of, ("cast", "cast_transpose")):
+        assert ops._implementation(twin, "cpu") is twin
         assert ops._implementation(twin, "cuda").__module__ == f"msamp.kernels.triton.{twin.__name__}"
 
 
@@ -240,22 +192,6 @@ def test_operators_on_blocks_stay_in_one_graph(device):
     x, w = make("normal", (16, 320), device=device), make("normal", (48, 320), seed=1, device=device)
     torch._dynamo.reset()
     assert torch.compile(function, backend="aot_eager", fullgraph=True)(x, w).equal(function(x, w))
-
-
-BATCH = adamw_batch(*([torch.ones(3), torch.ones(3)] for _ in range(4)))
-
-
-@pytest.mark.parametrize("name", ["adamw", "grad_stats", "pack"])
-def test_functions_over_many_tensors_are_on_the_device_of_their_tables(name, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        ops, "_implementation", lambda twin, device: lambda *args, **flags: asked.append((twin.__name__, device, *args, flags))
-    )
-    tables = Tables(torch.device("cpu"))
-    args = {"adamw": (BATCH, None, torch.zeros(4, 2), torch.zeros(3, 2)), "grad_stats": ([],), "pack": ([], [], torch.zeros(0), None)}[name]
-    flags = {"adamw": {"decoupled": True}, "grad_stats": {"squares": False}, "pack": {}}[name]
-    getattr(ops, name)(tables, *args, **flags)
-    assert asked == [(name, "cpu", tables, *args, flags)]
 
 
 def test_gradients_on_several_devices_are_refused():

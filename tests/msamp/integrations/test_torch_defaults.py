@@ -1,4 +1,4 @@
-"""`torch.set_default_device` left on while training changes no bit."""
+"""`torch.set_default_device` and `torch.set_default_dtype` left on while training change no bit."""
 
 import ast
 import copy
@@ -17,23 +17,24 @@ from helpers.short_window import short
 
 
 @contextmanager
-def default_device(device: str | None) -> Iterator[None]:
-    """As left on by a script. Whatever takes "meta" for its device has no values, so that its first use raises."""
-    torch.set_default_device(device)
+def left_on(default: str | torch.dtype | None) -> Iterator[None]:
+    """A default device or dtype, as left on by a script. Whatever takes "meta" for its device has no values: its first use raises."""
+    of_dtype = isinstance(default, torch.dtype)
+    (torch.set_default_dtype if of_dtype else torch.set_default_device)(default)
     try:
         yield
     finally:
-        torch.set_default_device(None)
+        (torch.set_default_dtype if of_dtype else torch.set_default_device)(torch.float32 if of_dtype else None)
 
 
-def trained(device: str | None, recipe: str, settings: dict[str, str], optimizer: type = torch.optim.AdamW) -> list[torch.Tensor]:
+def trained(default: str | torch.dtype | None, recipe: str, settings: dict[str, str]) -> list[torch.Tensor]:
     """The weights after 10 steps, more than a window, with everything that a loop calls in between."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 32))
     model = model.bfloat16() if recipe.startswith("collage") else model
     xs = [make("normal", (16, 32), seed).to(model[0].weight.dtype) for seed in range(10)]
-    with default_device(device):
-        model, its = msamp.initialize(model, optimizer(model.parameters(), lr=1e-3), short(recipe, settings), **settings)
+    with left_on(default):
+        model, its = msamp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), short(recipe, settings), **settings)
         for step, x in enumerate(xs):
             its.zero_grad()
             (model(x) - x).square().mean().backward()
@@ -60,11 +61,23 @@ CASES += [("O3", {"master_rounding": "nearest", "moment_rounding": "nearest"})]
 NIGHTLY = [("O1", {}), ("bf16", {}), ("collage-plus", {}), ("O2", {"fp8_recipe": "tensorwise"})]
 
 
+each_case = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.nightly] * (case in NIGHTLY)) for case in CASES], ids=str
+)
+
+
 @pytest.mark.promise("Hosts", "`torch.set_default_device` left on while training changes no bit.")
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.nightly] * (case in NIGHTLY)) for case in CASES], ids=str)
+@each_case
 def test_a_default_device_left_on_changes_no_bit(case):
+    assert all(a.equal(b) for a, b in zip(trained("meta", *case), trained(None, *case), strict=True))
+
+
+@pytest.mark.promise("Hosts", "`torch.set_default_dtype` left at BF16 or FP64 while training changes no bit.")
+@each_case
+def test_a_default_dtype_left_on_changes_no_bit(case):
     want = trained(None, *case)
-    assert all(a.equal(b) for a, b in zip(trained("meta", *case), want, strict=True))
+    for dtype in (torch.bfloat16, torch.float64):
+        assert all(a.equal(b) for a, b in zip(trained(dtype, *case), want, strict=True))
 
 
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "eye", "linspace", "rand", "randn", "randint", "randperm", "as_tensor")
