@@ -66,7 +66,6 @@ class ZeRO(Shard):
         overlap: let the all-gather continue after `step`, on a GPU.
 
     Attributes:
-        gathers: False leaves new weights with their owners; benchmarks use it to measure the cost of the all-gather.
         overlaps: whether all-gathers may overlap with the next forward.
         deferred: whether only the owners have the newest weights (`deferring`).
 
@@ -81,7 +80,6 @@ class ZeRO(Shard):
         super().__init__()
         self.sync = sync
         self.ranks = max(peers.ranks for peers in self._groups())  # the larger number, if other ranks share some parameters
-        self.gathers = True
         self._views: dict[BucketPiece, tuple[torch.Tensor, slice | None]] = {}
         self._columns: list[tuple[Peers, torch.Tensor]] | None = None
         self._device = next(iter(sync.names)).device
@@ -212,7 +210,7 @@ class ZeRO(Shard):
 
     def send_weights(self, scale_invs: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Set the scales of the new weights, and all-gather the weights, bucket by bucket, unless inside `deferring`."""
-        if self.ranks == 1 or not self.gathers:
+        if self.ranks == 1:
             return
         scaled = [(scale_inv(p), scale_invs[p]) for bucket in self._shared() for p in bucket.present() if p in scale_invs]
         pairs = [(kept, new) for kept, new in scaled if kept is not None]
@@ -231,7 +229,7 @@ class ZeRO(Shard):
         """Start to all-gather the weights, bucket by bucket, in the order in which the next forward reads them. Collective; running it
         again without an update in between changes nothing."""
         self.deferred = False
-        for bucket in self._shared() if self.gathers else ():
+        for bucket in self._shared():
             if self._stream is None:
                 self._exchange(bucket)
                 continue

@@ -2,6 +2,7 @@
 parallelism.
 
     torchrun --nproc-per-node 2 tools/bench/bench_grid.py --micro-batch-size 8          GPT-1.3B over TP 2 + SP, at O0 and O3
+    torchrun --nproc-per-node 2 tools/bench/bench_grid.py --cases O3 "O2 --grad-exchange nccl"                       over DP 2
     torchrun --nproc-per-node 4 tools/bench/bench_grid.py --preset 7b --micro-batch-size 2 --no-profile --steps 5 \\
         --cases "O0 --pipeline-model-parallel-size 2 --use-distributed-optimizer" "O3 --pipeline-model-parallel-size 2"
     ... --peer 'torchrun --standalone --nproc-per-node 2 bench_megatron.py --cases bf16 --tp 2 --mbs 8'
@@ -9,7 +10,7 @@ parallelism.
 A case is a level and further flags of msamp pretrain. Its flags determine the grid: without any it
 is TP 1, PP 1 without sequence parallelism, whatever the preset, and the remaining processes are DP. A step has --micro-batches per process,
 all with the same random tokens. There is no host synchronization between steps. Measurements are appended to --csv immediately. Baselines
-(--peer): as in bench_data_parallel.py.
+(--peer), as in bench_step.py, run after our processes have left the GPUs.
 
 Columns: `ms` and `exposed_*` of rank 0 (on a pipeline NCCL's kernels also wait for other stages, so the bubble counts as exposed); `_min`,
 `_max` over the ranks. MiB are what a rank sends in a step, mean over the ranks: `weight_mib` gradients and weights, `activation_mib` all

@@ -1,4 +1,4 @@
-"""Measure the part of a training step that only communicates: under the profiler, and by a step that sends nothing."""
+"""Measure the part of a training step that only communicates, under the profiler."""
 
 import json
 import tempfile
@@ -9,15 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 from megatron.lm.processes import process_groups
-from megatron.lm.training.state import Training
-from msamp.comm.collectives import Peers
-from msamp.parallel.greedy_zero import ZeRO
-from tools.bench import rows
-from tools.bench.training_steps import Step, step_times
+from tools.bench.training_steps import Step
 
 PROFILED_STEPS = 2
 
@@ -90,36 +85,3 @@ def exposed_communication(step: Step) -> dict[str, float]:
         "exposed_ms": round(alone / PROFILED_STEPS, 2),
         "exposed_share": round(alone / ms, 4),
     }
-
-
-class SilentPeers(Peers):
-    """Ranks that send nothing: each uses its own data instead of the others', so that all other work is unchanged."""
-
-    def all_reduce(self, x: Tensor, *_: Any) -> Tensor:
-        return x
-
-    def all_to_all(self, flat: Tensor, sizes: Sequence[int], *_: Any) -> Tensor:
-        return flat.split(list(sizes))[self.rank].repeat(self.ranks, 1)
-
-    def all_gather(self, own: Tensor, sizes: Sequence[int], *_: Any) -> Tensor:
-        return own.repeat(-(-sum(sizes) // max(1, own.numel())))[: sum(sizes)]
-
-    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], *_: Any) -> Tensor:
-        return flat.split(list(sizes))[self.rank].clone()
-
-
-def without_communication(training: Training, step: Step, steps: int, ms: float) -> dict[str, float]:
-    """Measure the step without its collectives, and the share of `ms`, the whole step, that they take; invalidates the weights.
-
-    This is what a faster network could save: it excludes communication that overlaps compute or a slow host.
-    """
-    sync = training.grad_sync
-    if sync.peers.ranks == 1:
-        return {}
-    sync.sender.peers = SilentPeers(sync.peers.group, sync.sent)
-    if isinstance(training.optimizer.shard, ZeRO):
-        training.optimizer.shard.gathers = False
-    for _ in range(2):
-        step()
-    without_ms = rows.percentiles(step_times(step, steps)[0])[1] * 1e3
-    return {"no_comm_ms": round(without_ms, 1), "communication_share": round(1 - without_ms / ms, 4)}

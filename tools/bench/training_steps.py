@@ -1,6 +1,6 @@
 """Build a GPT's training as the trainer does, take steps of it on random tokens, and append a row per case to a CSV.
 
-`bench_step.py` (one GPU), `bench_data_parallel.py` and `bench_grid.py` (GPUs of one host) are this file and their own columns. A step is
+`bench_step.py` (one GPU) and `bench_grid.py` (GPUs of one host) are this file and their own columns. A step is
 forward, backward, clipping and update, replayed as CUDA graphs unless the flags prevent it. All ranks have the same random tokens, the same
 in every step, so that the last loss shows how well a case has memorized them.
 """
@@ -47,7 +47,7 @@ LEAVING_SECONDS = 10.0  # time for the other ranks' processes to end and free th
 
 
 def parser(description: str | None, csv: str) -> argparse.ArgumentParser:
-    """Return the parser of the flags that all three programs have, with results in the file `csv`; the caller adds cases and warm-up."""
+    """Return the parser of the flags that both programs have, with results in the file `csv`; the caller adds cases and warm-up."""
     flags = Parser(description=description)
     flags.add_argument("--preset", default="1.3b", choices=list(PRESETS))
     flags.add_argument("--micro-batch-size", type=count(1), default=4)

@@ -187,7 +187,7 @@ def spread(task: Task) -> Iterator[Finding]:
 
 
 def at_rest(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Report `bench_data_parallel.py` runs with ZeRO: memory of a rank between two steps, and FP8's state computed from shapes.
+    """Report data-parallel runs with ZeRO: memory of a rank between two steps, and FP8's state computed from shapes.
 
     The newest row of each case and number of GPUs counts.
     """

@@ -1,4 +1,4 @@
-"""bench_step, bench_grid and bench_data_parallel: a row per case from tiny models on CPUs, and a baseline's."""
+"""bench_step and bench_grid: a row per case from tiny models on CPUs, and a baseline's."""
 
 import argparse
 import csv
@@ -12,7 +12,7 @@ import torch
 from helpers import dist
 from helpers.refusals import code
 from megatron.lm.processes import process_groups
-from tools.bench import bench_data_parallel, bench_grid, bench_step, communication, training_steps
+from tools.bench import bench_grid, bench_step, communication, training_steps
 
 TINY = "--seq-length 16 --num-layers 2 --hidden-size 32 --num-attention-heads 2 --lr-warmup-iters 1"
 OPTIONS = argparse.Namespace(preset="13b", micro_batch_size=2, micro_batches=None, vocab_size=64, flags=TINY)
@@ -22,7 +22,7 @@ SPLIT = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 def measured(folder: str, tool: str, cases: list[str], flags: str, preset: str) -> int:
     """In a process of its own: the benchmark makes the process groups."""
-    program = {"step": bench_step, "grid": bench_grid, "data_parallel": bench_data_parallel}[tool]
+    program = {"step": bench_step, "grid": bench_grid}[tool]
     words = ["--levels" if tool == "step" else "--cases", *cases, "--preset", preset, f"--flags={flags}", *COMMON]
     return program.main([*words, "--csv", f"{folder}/rows.csv", "--peer", f"{sys.executable} {folder}/bench_peer.py"])
 
@@ -42,7 +42,7 @@ def table(folder, tool: str, cases: list[str], ranks: int, flags: str = TINY, pr
         batches = int(row.get("micro_batches", 1))
         assert row["gpus"] == str(ranks)
         assert float(row["ms_p20"]) <= float(row["ms"]) <= float(row["ms_p80"])
-        per_rank = 2 * 16 if tool != "grid" else 16 * batches * int(row["dp"])
+        per_rank = 2 * 16 if tool == "step" else 2 * 16 * batches * int(row["dp"]) / ranks
         assert int(row["tokens_s_gpu"]) == pytest.approx(per_rank / (float(row["ms"]) / 1e3), rel=0.05)
         assert 3.0 < float(row["loss"]) < 6.5
         yield row
@@ -54,20 +54,13 @@ def test_a_precision_has_a_row_with_the_flags_of_all_cases(tmp_path):
 
 
 @pytest.mark.nightly
-def test_data_parallel_counts_what_each_exchange_sends(tmp_path):
-    cases = ["O0 --use-distributed-optimizer", "O2", "O3", "O2 --use-distributed-optimizer", "O1 --grad-exchange nccl"]
-    ours = list(table(tmp_path, "data_parallel", cases, 2))
-    assert [(row["zero"], row["exchange"], row["wire_linear_bytes_param"]) for row in ours] == [
-        ("on", "fp32-sum", "6.0"),
-        ("off", "fp32-sum", "2.0"),
-        ("on", "fp32-sum", "2.0"),
-        ("on", "fp32-sum", "3.0"),
-        ("off", "nccl", "2.0"),
-    ]
-    for row in ours:
-        parameters = 32 * (128 + 16) + 2 * (12 * 32**2 + 13 * 32) + 2 * 32  # embeddings, two layers, the last norm
-        assert float(row["wire_bytes_param"]) == pytest.approx(2 * float(row["wire_mib"]) * 2**20 / parameters, rel=0.03)
-        assert float(row["communication_share"]) == pytest.approx(1 - float(row["no_comm_ms"]) / float(row["ms"]), abs=0.02)
+def test_a_grid_of_copies_counts_what_each_exchange_sends(tmp_path):
+    linear, tables, vectors = 2 * 12 * 32**2, 32 * (128 + 16), 2 * 13 * 32 + 2 * 32  # parameters
+    sent = {"O0 --use-distributed-optimizer": (6, 6, 6), "O2": (2, 4, 8), "O3": (2, 4, 8), "O2 --use-distributed-optimizer": (3, 4, 8)}
+    sent |= {"O1 --grad-exchange nccl": (2, 4, 8)}  # bytes of each
+    for row, (of_linear, of_tables, of_vectors) in zip(table(tmp_path, "grid", list(sent), 2), sent.values(), strict=True):
+        mib = (linear * of_linear + tables * of_tables + vectors * of_vectors) / 2 / 2**20
+        assert float(row["weight_mib"]) == pytest.approx(mib, abs=1e-3), row["case"]
 
 
 @pytest.mark.nightly
@@ -121,10 +114,8 @@ def test_the_case_names_the_grid_whatever_the_preset_has():
     assert bench_grid.grid(piped, 4) == sizes | {"pp": 2, "dp": 2, "micro_batch": 3, "micro_batches": 8}
     fixed = argparse.Namespace(**vars(OPTIONS) | {"micro_batches": 5})
     assert bench_grid.configuration(f"O3 {SPLIT}", fixed, 4).global_batch_size(4) == 2 * 2 * 5
-    own = bench_data_parallel.configuration("O3 --num-layers 3 --grad-exchange nccl", OPTIONS, 4)
+    own = bench_grid.configuration("O3 --num-layers 3 --grad-exchange nccl", OPTIONS, 4)
     assert (own.model.num_layers, own.communication.grad_exchange, own.num_micro_batches(4)) == (3, "nccl", 1)
-    accumulating = argparse.Namespace(**vars(OPTIONS) | {"flags": f"{TINY} --global-batch-size 32"})
-    assert bench_data_parallel.configuration("O1", accumulating, 4).num_micro_batches(4) == 4
 
 
 @pytest.mark.parametrize(
