@@ -46,12 +46,7 @@ class GradScaling:
     adapts: bool = False
 
 
-def _auto(scales: torch.Tensor, ranks: int, mu: torch.Tensor | None) -> torch.Tensor:
-    assert mu is not None
-    return scales * mu.float()
-
-
-AUTO = GradScaling("auto", _auto, adapts=True)
+AUTO = GradScaling("auto", lambda scales, ranks, mu: scales * mu.float(), adapts=True)  # type: ignore[union-attr]
 PRE = GradScaling("pre", lambda scales, ranks, mu: scales / ranks)
 POST = GradScaling("post", lambda scales, ranks, mu: scales)
 GRAD_SCALINGS = {scaling.name: scaling for scaling in (AUTO, PRE, POST)}

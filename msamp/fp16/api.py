@@ -162,7 +162,7 @@ def scale_loss(loss: torch.Tensor, optimizer: Optimizers, loss_id: int = 0, *, d
     overflow = torch.stack([flag.to(flags[0].device) for flag in flags]).any()
     scaler.update(overflow)
     for step in steps:
-        step.note(overflow)
+        step.overflows.append(overflow)
 
 
 scaled_loss = scale_loss  # the slides' name

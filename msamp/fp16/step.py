@@ -24,6 +24,7 @@ class AmpStep:
     Attributes:
         skipped_steps: steps skipped so far.
         masters: master -> FP16 parameter of the model.
+        overflows: bool 0-dim each; the next step is skipped if one is true.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, full: Mapping[torch.Tensor, torch.Tensor]) -> None:
@@ -39,7 +40,7 @@ class AmpStep:
         self._versions = {master: p._version for master, p in self.masters.items()}
         self._scale: torch.Tensor | None = None  # loss scale of the gradients that are not unscaled yet
         self._aside: dict[torch.Tensor, torch.Tensor] = {}
-        self._overflows: list[torch.Tensor] = []
+        self.overflows: list[torch.Tensor] = []
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
@@ -107,10 +108,6 @@ class AmpStep:
             p.grad = g.to(p.dtype) if p.grad is None else p.grad.add_(g)
         return overflow
 
-    def note(self, overflow: torch.Tensor) -> None:
-        """Skip the next step if `overflow` (bool 0-dim) is true."""
-        self._overflows.append(overflow)
-
     def check_unscaled(self) -> None:
         """Raise a ValueError if gradients are still scaled."""
         if self._scale is not None:
@@ -122,10 +119,10 @@ class AmpStep:
         self.check_unscaled()
         self._check_plain()
         self.adopt()
-        if self._overflows:
-            device = self._overflows[0].device
-            overflow = bool(torch.stack([flag.to(device) for flag in self._overflows]).any())  # the step's one host sync
-            self._overflows = []
+        if self.overflows:
+            device = self.overflows[0].device
+            overflow = bool(torch.stack([flag.to(device) for flag in self.overflows]).any())  # the step's one host sync
+            self.overflows = []
             if overflow:
                 self.skipped_steps += 1
                 for p in self.params():  # an optimizer skips parameters without a gradient

@@ -134,7 +134,8 @@ class AttentionBlock(torch.autograd.Function):
         gathered.done()
         packed = qkv.view(-1, b, qkv.shape[-1])
         heads = HeadNorms(packed, settings.norm, HeadNormWeights(*head_norms), settings.heads, settings.groups) if head_norms else None  # type: ignore[arg-type]
-        attention = _attention(packed, settings)
+        kind = _Narrow if settings.fp8 is not None else _Wide if settings.sharing is None else _Shared
+        attention = kind(packed, settings)
         o = attention.codes(o_scale_inv)
         product = proj.output_rows(o_scale_inv, proj.weight(proj_weight.payload), proj_bias if ends.adds_bias else None, x.dtype)
         delta = ends.sum_output(product, o, proj)
@@ -260,12 +261,6 @@ def projection_grad(
         of_heads = heads.backward(packed.view(*shape, -1), HeadNormWeights(*head_norms))
         run = functools.partial(cast_packed, packed)
     return *first_grad_output(qkv, run, colsum=colsum, device=qkv.scales[1].device), of_heads
-
-
-def _attention(qkv: torch.Tensor, settings: AttentionSettings) -> "_Wide | _Shared | _Narrow":
-    if settings.fp8 is not None:
-        return _Narrow(qkv, settings)
-    return _Wide(qkv, settings) if settings.sharing is None else _Shared(qkv, settings)
 
 
 class _Wide:

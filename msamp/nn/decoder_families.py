@@ -78,10 +78,6 @@ def family_of(kind: Any) -> tuple[type, Family] | None:
     return None
 
 
-def _names(kind: type) -> set[str]:
-    return set(inspect.unwrap(kind.forward).__code__.co_names)  # type: ignore[attr-defined]
-
-
 @functools.cache
 def arguments_of(kind: type) -> tuple[str, ...]:
     return tuple(inspect.signature(inspect.unwrap(kind.forward)).parameters)  # type: ignore[attr-defined]
@@ -99,7 +95,7 @@ def _unknown(kind: type, base: type, parts: tuple[type, ...], prefix: str) -> st
         return f"this version of transformers has another signature of {base.__name__}.forward"
     for each in (base, *parts):
         known = next((known for part, known in _KNOWN.items() if each.__name__.endswith(part)), None)
-        if known is not None and not _names(each) <= set(known.split()):
+        if known is not None and not set(inspect.unwrap(each.forward).__code__.co_names) <= set(known.split()):  # type: ignore[attr-defined]
             return f"this version of transformers has another {each.__name__}.forward"
     return ""
 

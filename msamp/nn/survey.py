@@ -157,7 +157,10 @@ def decide(model: nn.Module, recipe: Recipe, accept: Filter, left_out: str = "")
             weights.append(module.out_proj.weight)
         if weights:
             tied = any(id(p) in shared for p in weights)
-            why = _in_bf16(module) if in_fp8(module) else _why_left(name, module, tied, recipe, accept) or left_out
+            if in_fp8(module):  # unless it gains nothing (`msamp.nn.layer_gains`)
+                why = next((part.in_bf16 for part in module.modules() if isinstance(part, LinearScaling) and part.in_bf16), "")
+            else:
+                why = _why_left(name, module, tied, recipe, accept) or left_out
             holders.append(Holder(name, sum(p.numel() for p in weights), why))
             low |= {id(module)} if not why and not in_fp8(module) else set()
     halves = tuple(Half(f"{name} {half}", why) for name, module in model.named_modules() for half, why in _halves(module, low))
@@ -264,11 +267,6 @@ def in_fp8(module: nn.Module) -> bool:
     if isinstance(module, FP8Linear):  # pruning and torch's parametrizations replace `weight` by a plain tensor
         return isinstance(module.weight, ScalingTensor)
     return isinstance(module, Loading) and any(isinstance(p, ScalingTensor) for p in module.parameters(recurse=False))
-
-
-def _in_bf16(module: nn.Module) -> str:
-    """Return why a converted module computes in BF16; "" if it does not, see `msamp.nn.layer_gains`."""
-    return next((part.in_bf16 for part in module.modules() if isinstance(part, LinearScaling) and part.in_bf16), "")
 
 
 def _as_linear(module: nn.Module) -> nn.Linear | None:

@@ -173,7 +173,7 @@ def _parts(batch: UpdateBatch) -> Iterator[UpdateBatch]:
 def _copied(batch: UpdateBatch, members: Sequence[tuple[int, slice]]) -> UpdateBatch:
     """Copy rows of some tensors of a batch."""
     shifts = [rows.start * math.prod(batch.grads[i].shape[1:]) for i, rows in members]
-    copies = batch.each(lambda column: [_copy(column[i], rows) for i, rows in members])
+    copies = batch.each(lambda column: [x if isinstance(x := column[i], int) else copy_of_rows(x, rows) for i, rows in members])
     return replace(copies, offsets=[offset + shift for offset, shift in zip(copies.offsets, shifts, strict=True)])
 
 
@@ -201,7 +201,7 @@ def _spaced_rows(shape: torch.Size, sample: int) -> slice:
 
 
 def _copies(column: Sequence[Any], indices: Sequence[int], rows: Sequence[slice]) -> list[Any]:
-    """Apply `_copy` to some rows of tensors of one kind; all results have the same shape."""
+    """Copy some rows of tensors of one kind; all results have the same shape."""
     xs = [column[i] for i in indices]
 
     def stack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -237,10 +237,6 @@ def _stack(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     if xs[0].element_size() > 1:
         return torch.stack(list(xs))
     return torch.stack([x.view(torch.uint8) for x in xs]).view(xs[0].dtype)
-
-
-def _copy(x: Any, rows: slice) -> Any:
-    return x if isinstance(x, int) else copy_of_rows(x, rows)
 
 
 @torch.no_grad()

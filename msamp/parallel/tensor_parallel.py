@@ -104,11 +104,10 @@ class TensorParallel(Ends):
         self.keeps_gathered = sequence_parallel and saved_input == "gathered"
 
     def shared_amax(self, amax: torch.Tensor) -> torch.Tensor:
-        """Return the largest amax of the group. Without sequence parallelism it is `amax`: inputs are the same on all ranks or not sent."""
+        # Without sequence parallelism inputs are the same on all ranks or not sent.
         return shared_amax(amax, self.peers) if self.sequence_parallel else amax
 
     def start_gather(self, payload: torch.Tensor, label: str) -> PendingRows:
-        """Start the all-gather of the ranks' rows under sequence parallelism; otherwise return `payload`."""
         return start_gather(payload, self.peers, label) if self.sequence_parallel else ReadyRows(payload)
 
     def sum_output(self, product: RowProduct, codes: torch.Tensor, layer: LayerGemm) -> torch.Tensor:

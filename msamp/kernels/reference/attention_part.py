@@ -91,7 +91,11 @@ def over_groups(x: torch.Tensor, groups: int) -> torch.Tensor:
 
 def _scores(query: torch.Tensor, key: torch.Tensor, softmax_scale: float, *, causal: bool) -> torch.Tensor:
     """Scores [b, heads, s, keys] FP32."""
-    scores = by_head(query, query.shape[2]) @ by_head(key, query.shape[2]).transpose(2, 3) * softmax_scale
+    return masked(by_head(query, query.shape[2]) @ by_head(key, query.shape[2]).transpose(2, 3) * softmax_scale, causal)
+
+
+def masked(scores: torch.Tensor, causal: bool) -> torch.Tensor:
+    """Return scores [.., s, keys], with a causal mask -inf where a key is later than its query."""
     if not causal:
         return scores
     s = scores.shape[-1]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from msamp.kernels.reference.amax import amax
-from msamp.kernels.reference.attention_part import by_head, check_parts, over_groups
+from msamp.kernels.reference.attention_part import by_head, check_parts, masked, over_groups
 from msamp.numerics import accumulation
 from msamp.numerics.formats import E4M3, E5M2, Format
 from msamp.numerics.quantize import quantize
@@ -132,8 +132,4 @@ def _by_token(x: torch.Tensor) -> torch.Tensor:
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, scale_invs: torch.Tensor, softmax_scale: float, causal: bool) -> torch.Tensor:
-    scores = _product(q, k.transpose(2, 3), E4M3, E4M3) * (scale_invs[0] * scale_invs[1] * softmax_scale)
-    if not causal:
-        return scores
-    s = scores.shape[-1]
-    return scores.masked_fill(torch.ones(s, s, dtype=torch.bool, device=scores.device).triu(1), float("-inf"))
+    return masked(_product(q, k.transpose(2, 3), E4M3, E4M3) * (scale_invs[0] * scale_invs[1] * softmax_scale), causal)

@@ -61,11 +61,6 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat([x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2], dim=-1)
 
 
-def _transposed(sin: torch.Tensor) -> torch.Tensor:
-    """Return the sin table with which `_rotate` computes its transpose: halves swapped and negated."""
-    return -sin.roll(sin.shape[-1] // 2, -1)
-
-
 def rotary_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, groups: int, *, apart: bool = False) -> None:
     """Rotate the queries and keys of a packed projection in place (Su et al., 2021, in the "rotate half" form).
 
@@ -195,7 +190,8 @@ def rotary_backward(
         parts[1][0] += sink[1]
         parts[2][0] += sink[2]
     g = dq.new_empty(s, b, (heads + 2 * groups) * d, dtype=torch.float32)
-    tables = token_tables(cos, b, apart), token_tables(_transposed(sin), b, apart)
+    # `_rotate` computes its transpose with the halves of sin swapped and negated.
+    tables = token_tables(cos, b, apart), token_tables(-sin.roll(r // 2, -1), b, apart)
     for i, (of_part, part) in enumerate(zip(grouped_heads(g, heads, groups, apart), parts, strict=True)):
         of_part.copy_(part.reshape(of_part.shape))
         if i < 2:
