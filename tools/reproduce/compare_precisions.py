@@ -17,6 +17,8 @@ With --processes N each run is N processes on as many GPUs, data-parallel unless
     ... --processes 2 --precisions bf16 "O3 --micro-batch-size 8" "O3 --micro-batch-size 8 --grad-exchange nccl"
     ... --processes 2 --precisions bf16 O3 --flags "--tensor-model-parallel-size 2 --sequence-parallel" --no-speed
 
+Processes of a run wait for one another, on shared GPUs for each other's time slices too, so let few runs share them.
+
 Pairs of seeds as time permits, added to those on file (--seconds: no run starts that would end later than the longest one took; call again
 with another --out on another machine, and copy its two files over those on file):
 
@@ -97,12 +99,12 @@ def seeds_of(texts: Sequence[str]) -> dict[str, range]:
 
 def command(job: Job, options: argparse.Namespace) -> list[str]:
     """Return the command that trains a job."""
-    data, out = Path(options.data), options.out / job.name
+    data, metrics = shlex.quote(str(options.data)), shlex.quote(str(options.out / job.name / "metrics.jsonl"))
     text = f"--train-data-path {data}/train_text_document --valid-data-path {data}/valid_text_document"
     words = f"--tokenizer-type GPT2BPETokenizer --vocab-file {data}/encoder.json --merge-file {data}/vocab.bpe"
     course = f"{shlex.join(case_flags(job.precision))} --seed {job.seed} --train-iters {job.steps} --eval-interval {max(1, job.steps // 4)}"
     course += f" --lr-warmup-iters {min(LR_WARM_UP, job.steps // 4)}"
-    flags = f"{SHAPE} {COURSE} {text} {words} {course} --metrics-file {out / 'metrics.jsonl'} {options.flags}"
+    flags = f"{SHAPE} {COURSE} {text} {words} {course} --metrics-file {metrics} {options.flags}"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.processes)] if job.processes > 1 else []
     return [sys.executable, *launcher, "-m", "megatron.lm.pretrain", *shlex.split(flags)]
 

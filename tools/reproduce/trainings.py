@@ -62,21 +62,22 @@ def _write_bytes(text: Path, folder: Path) -> None:
         write_datasets(documents, {"text": folder / f"{name}_text_document"}, EncodeOptions(data=data), workers=0)
 
 
-def trained(case: str, seed: int, steps: int, flags: str, data: Path, folder: Path) -> Run:
-    """Run `megatron.lm.pretrain` in its own process, on the first GPU if there is one; a run that already finished is only read.
+def trained(case: str, seed: int, steps: int, flags: str, data: Path, folder: Path, processes: int = 1) -> Run:
+    """Run `megatron.lm.pretrain` in its own processes, on the first GPUs if there are any; a run that already finished is only read.
 
     Args:
         case: a precision, followed by flags.
         flags: more flags, which take precedence.
         data: folder that `msamp prepare-text` wrote.
         folder: for the metrics.
+        processes: of the run, data-parallel unless the flags say otherwise.
 
     Raises:
         RuntimeError: the run failed; with the end of its log.
     """
-    job = Job(precision=case, seed=seed, steps=steps, name=f"{'-'.join(case.split())}_{seed}_{steps}")
+    job = Job(precision=case, seed=seed, steps=steps, name=f"{'-'.join(case.split())}_{seed}_{steps}", processes=processes)
     options = argparse.Namespace(data=str(data), out=folder, flags=flags)
-    train(job, options, cards()[0])
+    train(job, options, cards(processes)[0])
     if not complete(job, options):
         log = (folder / job.name / "log.txt").read_text(encoding="utf-8", errors="replace")
         raise RuntimeError(f"{case}, seed {seed}, failed:\n{log[-2000:]}")

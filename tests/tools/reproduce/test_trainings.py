@@ -1,14 +1,19 @@
 """Small trainings: the bytes of a text as the trainer reads them, and Collage's loop."""
 
+import types
 import zipfile
 
 import pytest
 import torch
 
 from megatron.lm.config import DataConfig
+from megatron.lm.config.cli import parse_args
+from megatron.lm.config.rules.check import check
 from megatron.lm.data.tokenizers.tokenizer import build_tokenizer
-from tools.reproduce import texts
-from tools.reproduce.entry import Needs
+from tools.precisions import case_flags
+from tools.reproduce import curves, texts
+from tools.reproduce.compare_precisions import COURSE, SHAPE
+from tools.reproduce.entry import ENTRIES, Needs, Task
 from tools.reproduce.run_tool import byte_flags, rows_of
 from tools.reproduce.trainings import FP32, Loop, byte_data, byte_symbols, collage
 
@@ -97,3 +102,18 @@ def test_the_trainers_flags_name_files_that_are_there(tmp_path):
     named = dict(zip(flags[::2], flags[1::2], strict=True))
     assert (tmp_path / "bytes" / "train_text_document.bin").is_file()
     assert named["--vocab-file"] == str(tmp_path / "bytes" / "encoder.json")
+
+
+def test_every_run_over_two_processes_is_valid_and_its_batch_has_8192_tokens(tmp_path, monkeypatch):
+    def told(case, seed, steps, flags, data, folder, processes):
+        course = f"{SHAPE} {COURSE} --dry-run --seed {seed} --train-iters {steps} --lr-warmup-iters 150 {flags}"
+        config = parse_args([*course.split(), *case_flags(case)])
+        check(config, processes)
+        assert config.training.global_batch_size * config.model.seq_length == 8192
+        assert processes == (1 if "EP 1" in str(folder) else 2)
+        return types.SimpleNamespace(valid=[{"loss": 4.0}], train=[{"loss": 5.0, "tokens": 8192}])
+
+    monkeypatch.setattr(curves, "trained", told)
+    one = ENTRIES["fp8lm-split-layers"]
+    names = {f.quantity for piece in one.pieces["full"] for f in one.findings(Task("full", piece, tmp_path, tmp_path, "c"))}
+    assert {name for pair in one.same_loss for name in pair} <= names
