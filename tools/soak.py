@@ -32,7 +32,7 @@ from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count
 
 ROOT = Path(__file__).resolve().parents[1]
-ITERATIONS, INTERVAL, KEPT = 24, 2, 2  # --keep-last 1 leaves two as well: no step has followed the newest
+ITERATIONS, INTERVAL, KEPT = 24, 2, 2
 VOCABULARY = 60
 SAVE_SECONDS = 0.1  # roughly the time of a save: some kills come right after it
 INDEX, INDEX_SECONDS = -1, 0.02  # INDEX_SECONDS: roughly the time to write the index caches
@@ -244,11 +244,10 @@ def finish(job: Job, data: Path, folder: Path, moments: Sequence[Moment], tally:
 
 
 def check_end(folder: Path, reference: Path, kept: int = KEPT) -> None:
-    """Raise a RuntimeError unless a finished job left exactly the last checkpoints, equal to an undisturbed job's. Killed after its last
-    save, it is started again from that, which is then proven: with --keep-last 1 it may be the only one."""
-    newest, *older = (iteration_folder(folder, ITERATIONS - INTERVAL * back).name for back in range(KEPT))
-    expected, names = {newest, *older}, {path.name for path in folder.iterdir() if path.is_dir()}
-    if names not in (expected, {newest, *older[: kept - 1]}) or newest_whole(folder) != ITERATIONS:
+    """Raise a RuntimeError unless a finished job left exactly its last `kept` checkpoints, the newest equal to an undisturbed job's."""
+    expected = {iteration_folder(folder, ITERATIONS - INTERVAL * back).name for back in range(kept)}
+    names = {path.name for path in folder.iterdir() if path.is_dir()}
+    if names != expected or newest_whole(folder) != ITERATIONS:
         raise RuntimeError(f"{folder} contains {', '.join(sorted(names))}; expected {', '.join(sorted(expected))}")
     different = differences(iteration_folder(reference, ITERATIONS), iteration_folder(folder, ITERATIONS))
     if different:

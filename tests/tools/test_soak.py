@@ -111,6 +111,8 @@ def test_the_end_must_be_that_of_the_undisturbed(tmp_path: Path):
         write(root, soak.ITERATIONS - soak.INTERVAL, w=torch.zeros(3))
         write(root, soak.ITERATIONS, w=torch.ones(3))
     soak.check_end(other, one)
+    with pytest.raises(RuntimeError, match="contains iter_0000022, iter_0000024; expected iter_0000024"):
+        soak.check_end(other, one, kept=1)
     (other / "iter_0000020.partial").mkdir()
     with pytest.raises(RuntimeError, match="iter_0000020"):
         soak.check_end(other, one)
@@ -134,4 +136,4 @@ def test_kills_while_the_only_checkpoint_to_keep_is_replaced(tmp_path: Path, job
     soak.finish(job, data, tmp_path / "job", moments, tally)
     assert tally.kills == len(moments)
     assert soak.newest_whole(tmp_path / "job") == soak.ITERATIONS
-    assert len(list((tmp_path / "job").glob("iter_???????"))) == 2
+    assert len(list((tmp_path / "job").glob("iter_???????"))) == 1
