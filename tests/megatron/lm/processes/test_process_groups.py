@@ -1,3 +1,4 @@
+import contextlib
 import os
 import random
 from pathlib import Path
@@ -6,7 +7,10 @@ import numpy
 import pytest
 import torch
 from megatron.core import parallel_state
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
+from helpers import dist
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron.lm.processes import process_groups
 
@@ -59,3 +63,19 @@ def test_one_process_listens_on_the_loopback_interface_alone(alone: None, monkey
     assert heard
     assert set(heard) <= {"0100007F", "00000000000000000000000001000000"}
     assert os.environ["GLOO_SOCKET_IFNAME"].startswith("lo"), "whatever the host's name leads to"
+
+
+def order_of_attention(first: str) -> list[int]:
+    if first == "trainer":
+        process_groups.initialize(config())
+    x = torch.zeros(1, 1, 16, 64, dtype=torch.bfloat16, device=process_groups.device())
+    with sdpa_kernel([SDPBackend.MATH], set_priority=True) if first == "trainer" else contextlib.nullcontext():
+        scaled_dot_product_attention(x, x, x)
+    scaled_dot_product_attention(x, x, x)
+    return [int(backend) for backend in torch._C._get_sdp_priority_order()]
+
+
+@pytest.mark.gpu
+def test_attention_outside_of_the_trainer_keeps_torchs_order():
+    """torch prefers cuDNN from a process's first attention on. The trainer's is inside `sdpa_kernel`, which restores what was before."""
+    assert dist.run(order_of_attention, 1, "trainer", init=False) == dist.run(order_of_attention, 1, "torch", init=False)
