@@ -70,7 +70,6 @@ COLUMNS = ("case", "straight", "valid", "resumed", "moved", "failed", "s")
 GPU_ONLY = ("graph", "copies", ALL)
 MOVED = 0.02  # relative: other grids accumulate in another order, and round other tensors
 FAILED_SECONDS = 30.0
-PHASES = ("forward", "backward", "optimizer", "save", "evaluation")
 FAULT = "check_grids: injected fault"
 
 
@@ -110,18 +109,18 @@ class Run:
         return f"{'killed' if self.code is None else self.code} after {self.seconds:.0f} s: {errors[-1][:160]}"
 
 
-def launch(flags: str, folder: Path, *, processes: int, gpus: int, limit: float, fault: str | None = None) -> Run:
+def launch(flags: str, folder: Path, *, processes: int, gpus: int, limit: float, fault: bool = False) -> Run:
     """Train in new processes, for at most `limit` seconds; their log and metrics stay in `folder`.
 
     Args:
         flags: of the trainer, after `MODEL`'s.
         gpus: 0 trains on the CPU.
-        fault: the phase of `put_in`; None injects no fault.
+        fault: whether it starts by `put_in`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     metrics, log = folder / "metrics.jsonl", folder / "log.txt"
     metrics.unlink(missing_ok=True)
-    module = ["-m", "megatron.lm.pretrain"] if fault is None else [__file__, "--fault", fault, "--"]
+    module = [__file__, "--fault"] if fault else ["-m", "megatron.lm.pretrain"]
     starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     words = [*starter, *module, *shlex.split(f"{MODEL} {flags} --metrics-file {metrics}")]
     hidden = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
@@ -152,7 +151,7 @@ def check_case(name: str, options: argparse.Namespace) -> dict[str, str]:
     own = f"{CASES[name]} --micro-batch-size 2{window}"
     shared = {"gpus": options.gpus, "limit": options.seconds}
 
-    def start(part: str, flags: str, *, processes: int = 2, fault: str | None = None) -> Run:
+    def start(part: str, flags: str, *, processes: int = 2, fault: bool = False) -> Run:
         return launch(f"{base} {flags} {options.flags}", folder / part, processes=processes, fault=fault, **shared)
 
     straight = start("straight", f"{own} --save {folder / 'saved'} --save-interval {half}")
@@ -166,7 +165,7 @@ def check_case(name: str, options: argparse.Namespace) -> dict[str, str]:
     precision = " ".join(words for words in shlex.split(CASES[name])[:2])
     moved = start("moved", f"{precision} --micro-batch-size 2{window} {load}", processes=1)
     row["moved"] = moved.why or _difference(moved.losses, expected, MOVED)
-    failed = start("failed", f"{own} --cuda-graph none" if "--cuda-graph" not in own else own, fault="backward")
+    failed = start("failed", f"{own} --cuda-graph none" if "--cuda-graph" not in own else own, fault=True)
     row["failed"] = fault_verdict(failed)
     return row
 
@@ -192,38 +191,25 @@ def _difference(losses: dict[int, float], expected: dict[int, float], limit: flo
     return "same" if limit == 0 else f"within {abs(losses[worst] / expected[worst] - 1):.2%}"
 
 
-def put_in(phase: str, flags: Sequence[str], iteration: int = 3) -> int:
-    """Train with `flags`, and raise an exception on the last rank in a phase of an iteration, or in the next save or evaluation after
-    it."""
+def put_in(flags: Sequence[str], iteration: int = 3) -> int:
+    """Train with `flags`, and raise an exception on the last rank in the backward of an iteration."""
     from megatron.lm.pretrain import main as pretrain
     from megatron.lm.run import trainer as module
 
-    trainer: Any = module  # its functions are replaced
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-    def fault(*_: Any, **__: Any) -> None:
-        print(f"{FAULT} in {phase} {time.time():.3f}", flush=True)
-        raise RuntimeError(f"{FAULT} in {phase}")
-
+    trainer: Any = module  # its function is replaced
     step = trainer.train_step
+
+    def fault(*_: Any) -> None:
+        print(f"{FAULT} in backward {time.time():.3f}", flush=True)
+        raise RuntimeError(f"{FAULT} in backward")
 
     def spoiled(training: Any, *rest: Any) -> Any:
         if training.iteration + 1 == iteration:
-            parameter = next(p for p in training.model.parameters() if p.requires_grad)
-            if phase == "forward":
-                training.model.register_forward_pre_hook(fault)
-            elif phase == "backward":
-                parameter.register_hook(fault)
-            elif phase == "optimizer":
-                training.optimizer.step = fault
+            next(p for p in training.model.parameters() if p.requires_grad).register_hook(fault)
         return step(training, *rest)
 
-    if rank == ranks - 1:
+    if os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1):
         trainer.train_step = spoiled
-        if phase == "save":
-            trainer.checkpoint.Saver.save = fault
-        elif phase == "evaluation":
-            trainer.evaluate = fault
     return pretrain(list(flags))
 
 
@@ -231,7 +217,7 @@ def put_in(phase: str, flags: Sequence[str], iteration: int = 3) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["--fault"]:
-        return put_in(argv[1], argv[3:])
+        return put_in(argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, metavar="PREFIX", help="indexed dataset with token ids below 50257")
     parser.add_argument("--cases", nargs="+", metavar="NAME", help=f"default: all of {', '.join(CASES)}")

@@ -6,11 +6,10 @@ from dataclasses import replace
 from megatron.lm.config.cli import parse_args
 from tools.measurements import ROOT, Row
 from tools.reproduce import coat_flow, coat_states
-from tools.reproduce.coat_activations import KEPT, SWIGLU, bytes_rows
+from tools.reproduce.coat_activations import KEPT, SWIGLU, bytes_rows, read_model
 from tools.reproduce.entry import Finding, Task, training
 from tools.reproduce.fp16_lstm import bytes_of
-from tools.reproduce.run_tool import checkpoint, numbers, rows_of
-from tools.reproduce.trainings import ENWIK8, Loop, byte_data
+from tools.reproduce.trainings import ENWIK8, Loop, byte_data, trained
 
 SHAPES: Mapping[str, tuple[int, str]] = {  # by size: steps, flags of the trainer
     "toy": (10, "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --lr 2e-3 --eval-iters 1"),
@@ -33,15 +32,16 @@ def states(task: Task) -> Iterator[Finding]:
     """Measure the ranges of the moments, and the error of the update from stored moments, with `tools/reproduce/coat_states.py`."""
     steps, shape = SHAPES[task.size]
     data = ROOT / ENWIK8 if task.size == "full" else byte_data(task.text, task.folder / "bytes")
-    saved = checkpoint("bf16", steps, shape, data, task.folder)
+    saved = task.folder / f"bf16_{steps}"
+    trained("bf16", 1234, steps, f"{shape} --save {saved} --save-interval {steps}", data, task.folder / "runs")
     measured = coat_states.measured(saved)
     for row in (row for row in measured if row["weights"] == "all"):
         if row["range_median"]:
             yield Finding(f"{row['what']}, median of the groups", float(row["range_median"]), float(row["page_range"]), seed=1234)
             continue
         formats = f"m {row['m']}, v {row['v']}, {'expanded' if row['expand'] == 'yes' else 'plain'}"
-        for name, value in numbers(row, {"group_error": "median error of a group's update", "mse": "mean square error"}):
-            yield Finding(f"{formats}: {name}", value, seed=1234)
+        for key, name in (("group_error", "median error of a group's update"), ("mse", "mean square error")):
+            yield Finding(f"{formats}: {name}", float(row[key]), seed=1234)
     error = {(row["m"], row["v"], row["expand"]): float(row["group_error"]) for row in measured if row["weights"] == "all" and row["m"]}
     gains = [error[m, v, "no"] / error[m, v, "yes"] for m, v, expand in error if expand == "yes"]
     yield Finding("expansion divides the error by, least of the four pairs", min(gains), seed=1234)
@@ -49,8 +49,7 @@ def states(task: Task) -> Iterator[Finding]:
 
 def activations(task: Task) -> Iterator[Finding]:
     """Measure the error of saved activations by granularity, with `tools/reproduce/coat_activations.py`."""
-    file = task.folder / "outliers.csv"
-    yield from of_layers(rows_of("coat_activations", ["--hf-model", SMOLLM2, "--text", str(task.text), "--csv", str(file)], file))
+    yield from of_layers(read_model(ROOT / SMOLLM2, task.text))
 
 
 def of_layers(measured: Sequence[Row]) -> Iterator[Finding]:

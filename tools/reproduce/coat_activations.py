@@ -1,10 +1,8 @@
 """Measure what saving activations in FP8 loses and saves, by granularity, on a Llama of transformers (COAT, part 2).
 
-    python tools/reproduce/coat_activations.py --hf-model FOLDER --text FILE --csv tools/reproduce/results/coat_outliers.csv
-
-The model reads the beginning of FILE in BF16. Each input of a norm, of SwiGLU and of a linear layer has its own rows for each layer: saved
-in E4M3 with one power-of-two scale per group of 16, 32 or 64 channels, per tensor, per token, or per group of 16 tokens, which COAT warns
-against at a norm's input:
+The model reads the beginning of a text in BF16. Each input of a norm, of SwiGLU and of a linear layer has its own rows for each
+layer: saved in E4M3 with one power-of-two scale per group of 16, 32 or 64 channels, per tensor, per token, or per group of 16 tokens,
+which COAT warns against at a norm's input:
 
 - bytes: bytes per element, scale included (2 for BF16). sqnr_db, underflow, saturation: of the saved values. token_db, worst_token_db: the
   SQNR of the median and of the worst token's channels; sqnr_db is dominated by the largest values.
@@ -15,8 +13,7 @@ against at a norm's input:
 `bytes_rows` predicts by the dry run the bytes that a layer saves per token, for norm and activation inputs and for everything else.
 """
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,21 +21,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron.lm.shell import exit_codes
-from megatron.lm.shell.arguments import Parser, count, output_file, path
 from megatron.lm.shell.files import read_input
 from msamp.kernels import ops
 from msamp.nn.saved_activations import GroupedFP8, Parts, Saved
 from msamp.numerics.formats import E4M3
 from msamp.numerics.metrics import saturation_frac, sqnr_db, underflow_frac
 from msamp.numerics.quantize import dequantize
-from tools.bench import rows
 
 if TYPE_CHECKING:
     from megatron.lm.config import Config
 
-OUTLIERS = ("peak_over_rms", "outlier_tokens", "outlier_channels", "outlier_first", "token_spread", "channel_spread")
-LAYER_COLUMNS = ("what", "layer", "kept", "bytes", "sqnr_db", "token_db", "worst_token_db", "underflow", "saturation", *OUTLIERS)
 FAR = 100  # outlier: more than so many times the median magnitude; the largest of a million normal values is 7 times it
 # What a layer of a Llama saves, and the module whose first argument it is.
 KEPT: Mapping[str, str] = {
@@ -220,20 +212,12 @@ def layer_rows(model: Any, tokens: Tensor) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: (line["layer"], order.index(line["what"])))
 
 
-def needed(read: Sequence[int], sequences: int, length: int, text: Path) -> Tensor:
-    """Return the first tokens of `read` as sequences, int64 [sequences, length].
+def read_model(folder: Path, text: Path, sequences: int = 4, length: int = 128) -> list[dict[str, Any]]:
+    """Return the rows of the model in a folder, which reads `sequences` of `length` tokens of the text.
 
     Raises:
-        ValueError: `read` is too short.
+        ValueError: the text or the model's positions are too few.
     """
-    wanted = sequences * length
-    if len(read) < wanted:
-        raise ValueError(f"--text {text} has {len(read)} tokens, but {wanted} are needed: give a longer one")
-    return torch.tensor(read[:wanted]).view(sequences, length)
-
-
-def read_model(folder: Path, text: Path, sequences: int, length: int) -> tuple[str, list[dict[str, Any]]]:
-    """Return (model, rows) of the model in a folder, which reads `sequences` of `length` tokens of the text."""
     from megatron.lm.post.models import check_positions, check_vocabulary, load_model, load_tokenizer
 
     tokenizer = load_tokenizer(folder)
@@ -243,32 +227,11 @@ def read_model(folder: Path, text: Path, sequences: int, length: int) -> tuple[s
         read = tokenizer(words[:end], add_special_tokens=False)["input_ids"]
         if len(read) > wanted:
             break
-    tokens = needed(read, sequences, length, text)
+    if len(read) < wanted:
+        raise ValueError(f"--text {text} has {len(read)} tokens, but {wanted} are needed: give a longer one")
+    tokens = torch.tensor(read[:wanted]).view(sequences, length)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_model(folder, "AutoModelForCausalLM", torch.bfloat16, device).eval()
     check_positions(model, length, "--length")
     check_vocabulary(model, tokenizer)
-    lines = layer_rows(model, tokens.to(device))
-    name = f"{folder.name} {model.config.num_hidden_layers}x{model.config.hidden_size}"
-    return name, [dict.fromkeys(LAYER_COLUMNS, "") | line for line in lines]
-
-
-@exit_codes.command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return 0, or 2 for bad input."""
-    parser = Parser(description=__doc__)
-    parser.add_argument("--hf-model", type=path, required=True, help="folder of a Llama of transformers, with its tokenizer")
-    parser.add_argument("--text", type=path, required=True, help="text file; the model reads its beginning")
-    parser.add_argument("--sequences", type=count(1), default=4, help="number of sequences (default: %(default)s)")
-    parser.add_argument("--length", type=count(2), default=128, help="tokens per sequence (default: %(default)s)")
-    parser.add_argument("--csv", type=output_file, help="file to append the rows to")
-    options = parser.parse_args(arguments)
-    model, lines = read_model(options.hf_model, options.text, options.sequences, options.length)
-    if options.csv:
-        rows.append(options.csv, [{"model": model} | line | rows.machine() for line in lines])
-    print(rows.aligned(LAYER_COLUMNS, lines))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return layer_rows(model, tokens.to(device))

@@ -1,21 +1,24 @@
 """Reproduce FP8-LM section 2.1 with Figures 7 and 9: gradients of a small model, summed over ranks, and relative to FP8's range."""
 
+import csv
 import statistics
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from msamp.numerics.formats import E4M3, Format
 from msamp.numerics.tensor import ScalingTensor
-from tools.measurements import Row
+from tools.measurements import ROOT, Row
 from tools.reproduce import summed_gradients
 from tools.reproduce.entry import Finding, Task, training
 from tools.reproduce.fig7 import STRATEGIES
 from tools.reproduce.fp16_lstm import bytes_of
-from tools.reproduce.run_tool import byte_flags, rows_of
 from tools.reproduce.sum_orders import CHAIN, ORDERS
-from tools.reproduce.trainings import ENWIK8, Bytes, Loop, loss_of, pieces
+from tools.reproduce.trainings import ENWIK8, Bytes, Loop, byte_data, loss_of, pieces
 
 SHAPES: Mapping[str, tuple[str, str]] = {  # by size: ranks, flags of the trainer
     "toy": ("2 8", "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --train-iters 10 --lr-warmup-iters 2"),
@@ -49,6 +52,29 @@ def summed(task: Task) -> Iterator[Finding]:
     yield from training(strategy, course, valid, int(seed))
 
 
+def byte_flags(text: Path, folder: Path) -> list[str]:
+    """Return the trainer's flags to read a text byte by byte."""
+    data = byte_data(text, folder / "bytes")
+    words = f"--tokenizer-type GPT2BPETokenizer --vocab-file {data}/encoder.json --merge-file {data}/vocab.bpe"
+    return ["--train-data-path", f"{data}/train_text_document", *words.split()]
+
+
+def measured_blocks(words: Sequence[str], out: Path) -> list[Row]:
+    """Run fig7.py, which builds a training of its own, in its own process, and return its rows.
+
+    Raises:
+        RuntimeError: it fails; with the end of its stderr.
+    """
+    file = out / "fig7.csv"
+    file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "tools.reproduce.fig7", "--out", str(out), *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"fig7.py {' '.join(words)} failed:\n{done.stderr[-2000:]}")
+    with file.open(encoding="utf-8", newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
 def figure7(task: Task) -> Iterator[Finding]:
     """Measure SNR, underflow and overflow of each strategy, means over the blocks, with `tools/reproduce/fig7.py`."""
     large = task.piece == LARGE7
@@ -60,7 +86,7 @@ def figure7(task: Task) -> Iterator[Finding]:
         words = [*byte_flags(task.text, task.folder), *flags.split()]
     words += ["--commit", task.commit] if task.commit else []
     out, prefix = task.folder / (task.piece if large else task.size), f"{LARGE7}, " if large else ""
-    measured = rows_of("fig7", ["--dp", *ranks.split(), "--orders", *ORDERS, "--out", str(out), *words], out / "fig7.csv")
+    measured = measured_blocks(["--dp", *ranks.split(), "--orders", *ORDERS, *words], out)
     seed = int(measured[0]["seed"])
     for dp in ranks.split():
         for strategy in STRATEGIES:

@@ -6,7 +6,7 @@ import torch
 from helpers.numerics import make
 from megatron.lm.processes.cpu_home import cpu_home
 from msamp.nn.saved_activations import GroupedFP8
-from tools.reproduce import coat_activations
+from tools.reproduce import coat, coat_activations
 from tools.reproduce.coat_activations import KEPT, WAYS, OneScale, OneScaleAToken, layer_rows, losses, outliers
 
 
@@ -68,27 +68,18 @@ def test_swiglu_and_the_down_projection_fit_each_other():
         assert seen["down projection input", layer].shape == (24, 48)
 
 
-def test_the_command_reads_a_model_of_transformers_and_refuses_what_does_not_serve(tmp_path, capsys):
+def test_a_model_of_transformers_reads_a_text_and_what_does_not_serve_is_refused(tmp_path):
     llama(tmp_path / "model")
     (tmp_path / "text").write_text(" ".join(["3", "5", "7"] * 30))
-    (tmp_path / "empty").write_text("")
     (tmp_path / "short").write_text("3 5 7")
-    csv = tmp_path / "rows.csv"
-
-    def command(text, *words, model="model"):
-        with cpu_home():
-            return coat_activations.main(["--hf-model", str(tmp_path / model), "--text", str(tmp_path / text), "--csv", str(csv), *words])
-
-    for words, told in (
-        ((("text",), {"model": "none"}), "has no config.json: give the folder of a transformers model"),
-        ((("empty",), {}), "has 0 tokens, but 512 are needed: give a longer one"),
-        ((("short", "--sequences", "1", "--length", "8"), {}), "has 3 tokens, but 8 are needed: give a longer one"),
-        ((("text", "--sequences", "1", "--length", "80"), {}), "--length is 80, but LlamaForCausalLM has positions for 64 tokens"),
-    ):
-        assert command(*words[0], **words[1]) == 2
-        assert told in capsys.readouterr().err
-        assert not csv.exists()
-    assert command("text", "--sequences", "2", "--length", "16") == 0
-    written = csv.read_text().splitlines()
-    assert len(written) == 1 + (len(KEPT) + 1) * 2 * (len(WAYS) + 2)
-    assert all("model 2x32" in line for line in written[1:])
+    with cpu_home():
+        for model, text, length, message in (
+            ("none", "text", 8, "has no config.json: give the folder of a transformers model"),
+            ("model", "short", 8, "has 3 tokens, but 8 are needed: give a longer one"),
+            ("model", "text", 80, "--length is 80, but LlamaForCausalLM has positions for 64 tokens"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                coat_activations.read_model(tmp_path / model, tmp_path / text, 1, length)
+        found = coat_activations.read_model(tmp_path / "model", tmp_path / "text", 2, 16)
+    assert len(found) == (len(KEPT) + 1) * 2 * (len(WAYS) + 2)
+    assert {finding.quantity for finding in coat.of_layers(found)} >= {coat.GAIN}

@@ -14,7 +14,7 @@ from tools.precisions import case_flags
 from tools.reproduce import curves, texts
 from tools.reproduce.compare_precisions import COURSE, SHAPE
 from tools.reproduce.entry import ENTRIES, Needs, Task
-from tools.reproduce.run_tool import byte_flags, rows_of
+from tools.reproduce.gradients import byte_flags, measured_blocks
 from tools.reproduce.trainings import FP32, Loop, byte_data, byte_symbols, collage
 
 TEXT = "Größe, naïve — 1 + 1 = 2.\n" * 40
@@ -88,20 +88,14 @@ def test_a_text_that_was_given_is_read_and_the_speeches_by_their_name(root, pack
     assert texts.chosen(texts.Path("sotu.txt"), Needs(), root) == texts.Path("sotu.txt")
 
 
-# A tool in a process of its own.
-
-
-def test_the_failure_of_a_tool_is_told(tmp_path):
-    with pytest.raises(RuntimeError, match="No module named"):
-        rows_of("unknown", [], tmp_path / "rows.csv")
-
-
 def test_the_trainers_flags_name_files_that_are_there(tmp_path):
     (tmp_path / "text").write_text("some words, and more of them " * 50)
     flags = byte_flags(tmp_path / "text", tmp_path)
     named = dict(zip(flags[::2], flags[1::2], strict=True))
     assert (tmp_path / "bytes" / "train_text_document.bin").is_file()
     assert named["--vocab-file"] == str(tmp_path / "bytes" / "encoder.json")
+    with pytest.raises(RuntimeError, match="--dp x failed"):
+        measured_blocks(["--dp", "x"], tmp_path)
 
 
 def test_every_run_over_two_processes_is_valid_and_its_batch_has_8192_tokens(tmp_path, monkeypatch):
