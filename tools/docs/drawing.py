@@ -14,7 +14,9 @@ from typing import Any
 COLORS = ("#c4c4c4", "#8c8c8c", "#7fb2e0", "#2a6fb0")  # of bars: two baselines, then ours
 Numbers = dict[str, Any]
 WIDTH = 5.0  # inches; letters of 9 to 10 points are then readable on a phone
-STYLES = ((2.6, "solid"), (1.4, "solid"), (1.4, "dashed"), (1.2, "dotted"), (1.2, "dashdot"))  # so that curves that coincide are all seen
+STYLES: tuple[tuple[float, Any], ...] = (  # so that curves that coincide are all seen
+    *((2.6, "solid"), (1.4, "solid"), (1.4, "dashed"), (1.2, "dotted"), (1.2, "dashdot"), (2.6, (0, (1, 3)))),
+)
 LONG_LABEL = 12  # characters next to a group of bars
 LONG_NAME = 30  # characters of a curve's name, two of which do not fit next to each other
 
