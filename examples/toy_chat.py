@@ -1,7 +1,6 @@
-"""Write a tiny random chat model, to try fine-tuning and RLHF on a CPU in seconds: python examples/toy_chat.py FOLDER
+"""Write a tiny random chat model, to try `trl_tuning.py` on a CPU in seconds: python examples/toy_chat.py FOLDER
 
-A Llama with two layers, a byte tokenizer and a chat template, as `from_pretrained` reads them. `--reward` writes a reward model of the same
-size, with the same tokenizer.
+A Llama with two layers, a byte tokenizer and a chat template, as `from_pretrained` reads them.
 """
 
 import argparse
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>\n{% endfor %}"
@@ -28,23 +27,25 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token="<|end|>", pad_token="<|pad|>", chat_template=TEMPLATE)
 
 
-def make(folder: Path, *, hidden: int = 64, layers: int = 2, reward: bool = False, seed: int = 0) -> None:
+def make(folder: Path, *, hidden: int = 64, layers: int = 2, seed: int = 0) -> None:
     words = tokenizer()
     config = LlamaConfig(
         vocab_size=len(words), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=words.eos_token_id,
-        pad_token_id=words.pad_token_id, tie_word_embeddings=not reward, num_labels=1,
+        pad_token_id=words.pad_token_id, tie_word_embeddings=True,
     )  # fmt: skip
     torch.manual_seed(seed)
-    model = LlamaForSequenceClassification(config) if reward else LlamaForCausalLM(config)
-    model.save_pretrained(folder)
+    LlamaForCausalLM(config).save_pretrained(folder)
     words.save_pretrained(folder)
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--reward", action="store_true", help="write a reward model")
-    args = parser.parse_args()
-    make(args.folder, reward=args.reward)
-    print(f"{args.folder}: a {'reward' if args.reward else 'chat'} model")
+    folder = parser.parse_args().folder
+    make(folder)
+    print(f"{folder}: a chat model")
+
+
+if __name__ == "__main__":
+    main()

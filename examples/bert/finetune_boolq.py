@@ -9,10 +9,12 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +31,8 @@ from megatron.lm.config.sections.training import OptimizerConfig, TrainingConfig
 from megatron.lm.config.whole import CommunicationConfig, FaultConfig
 from megatron.lm.data.tokenizers.tokenizer import build_tokenizer
 from megatron.lm.errors import RunStopped
-from megatron.lm.post import boolq, flags
+from megatron.lm.post import boolq
 from megatron.lm.post.classifier import POOLING, Classifier, Example, batch, check_encoder, check_recipe, encode_pair
-from megatron.lm.post.schedule import drawn
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.cpu_home import cpu_home
 from megatron.lm.shell import arguments, exit_codes
@@ -61,10 +62,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in TOKENIZER_FILES:
         add(f"--{name.replace('_', '-')}", type=arguments.path, help="replaces the checkpoint's setting if the tokenizer has moved")
     args = parser.parse_args(argv)
-    flags.check_multiple(parser, args, "micro_batch_size")
+    if args.global_batch_size % args.micro_batch_size:
+        parser.error(f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size {args.micro_batch_size}")
     if len(set(args.seed)) < len(args.seed):
         parser.error(f"--seed {' '.join(map(str, args.seed))} lists a seed twice: give each seed once")
-    flags.device(parser)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        parser.error("this loop supports one process: start it without torchrun")
     return args
 
 
@@ -155,7 +158,7 @@ def tune(config: Config, saved: checkpoint.CheckpointReader, fill: int, train: l
     classifier.train()
     losses = []
     for number in range(config.training.train_iters):
-        chosen = [train[row] for row in drawn(number, args.global_batch_size, len(train), seed)]
+        chosen = [train[row] for row in boolq.drawn(number, args.global_batch_size, len(train), seed)]
         losses.append(step(training, classifier, chosen, fill))
         if not math.isfinite(losses[-1]):
             raise RunStopped(f"the loss of step {number + 1} of seed {seed} is {losses[-1]}: give a lower --lr")
@@ -195,7 +198,12 @@ def run(args: argparse.Namespace) -> None:
     print(f"{config.precision.name}: accuracy {mean:.4f}{spread}, majority answer {majority:.4f}")
     if args.output is not None:
         result = {"precision": config.precision.name, "iteration": saved.info["iteration"], "rows": rows, "majority": majority}
-        result |= {"accuracy": mean, "standard_deviation": deviation, "seeds": runs, "flags": flags.settings(args)}
+        result |= {
+            "accuracy": mean,
+            "standard_deviation": deviation,
+            "seeds": runs,
+            "flags": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
+        }
         args.output.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(args.output) as stream:
             stream.write(json.dumps(result, indent=1).encode() + b"\n")

@@ -27,8 +27,7 @@ from megatron.lm.tools import plan
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md", "examples/sft/README.md")),
-    ROOT / "examples/rlhf/README.md",
+    *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")),
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts),
 ]
 NAMED = {  # what stands for flags that another command prints, and for the value of a loop
@@ -168,8 +167,6 @@ def test_msamp_runs_a_command_that_takes_its_flags(command: Command, monkeypatch
 def test_a_launch_script_runs(command: Command, tmp_path: Path):
     script, *flags = command.words[1:]
     assert (ROOT / script).is_file()
-    if script.startswith(("examples/sft", "examples/rlhf")):
-        return  # which start with a model that they make: test_post_scripts.py
     for name in ("corpus.bin", "tokenizer.json", "train_text_document.bin", "valid_text_document.bin"):
         (tmp_path / name).touch()
     python = tmp_path / "python"

@@ -57,10 +57,10 @@ SMALL_ENCODERS = {
 
 
 def table4(task: Task) -> Iterator[Finding]:
-    """Report PPO at O0 and O3, and DPO."""
+    """Report PPO at O0 and O3, GRPO, and DPO."""
     yield from queries.findings("ppo")
     yield from counted()
-    yield from queries.findings("ppo_speeds", "dpo", "tuned_dpo", "dpo_rates")
+    yield from queries.findings("trl_grpo", "trl_dpo", "ppo_speeds", "dpo", "tuned_dpo", "dpo_rates")
 
 
 # -------------------------------------------------------------------------------------------------------------------- encoders

@@ -1,7 +1,7 @@
 """Count the bytes of PPO's models for a LLaMA's shape: FP8-LM, Table 4, measures LLaMA-7B in AlpacaFarm.
 
-PPO holds four models: a policy and a value model, which are trained, and a frozen reference and reward model. `examples/rlhf/ppo.py` keeps
-them in BF16 at O0; at FP8 levels the linear weights of frozen ones take one byte. The counts follow from the shapes and from
+PPO holds four models: a policy and a value model, which are trained, and a frozen reference and reward model. At O0 all are in BF16; at
+FP8 levels the linear weights of frozen ones take one byte (`megatron.lm.post.models.freeze`). The counts follow from the shapes and from
 `Recipe.formats_of`; a scale per tensor (4 bytes) is left out.
 
 The paper's 62 % is 16 bytes of state per parameter against 6, and its 16 bytes include an FP32 gradient. A BF16 model in the user's own
@@ -9,13 +9,32 @@ loop has BF16 gradients at O0, 14 bytes. So both cases are counted.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from megatron.lm.post.memory import Stored
 from msamp.numerics.recipe import BF16, O2, O3, Recipe
 from tools.reproduce.entry import Finding
 
 WEIGHTS4, STATES4 = -32.0, -62.0  # percent, from BF16
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Bytes of models and optimizers by kind, and their number of parameters. Weights may be their own masters (O1, O2)."""
+
+    weights: int = 0
+    gradients: int = 0
+    masters: int = 0
+    moments: int = 0
+    parameters: int = 0
+
+    @property
+    def states(self) -> int:
+        """Return the bytes of the optimizers."""
+        return self.masters + self.moments
+
+    def __add__(self, other: "Stored") -> "Stored":
+        ours, theirs = asdict(self), asdict(other)
+        return Stored(**{kind: ours[kind] + theirs[kind] for kind in ours})
 
 
 @dataclass(frozen=True)

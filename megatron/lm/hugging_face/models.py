@@ -38,7 +38,6 @@ def load_model(
     kind: str,
     *,
     dtype: torch.dtype | str = "auto",
-    fresh: str = "",
     quantized: Collection[str] = (),
     attention: str | None = None,
     **settings: Any,
@@ -49,7 +48,6 @@ def load_model(
         folder: as `save_pretrained` writes it, or a snapshot of a hub cache, whose files are links.
         kind: the class of transformers, such as "AutoModelForCausalLM".
         dtype: of its parameters; "auto" takes it from config.json, or from the tensors.
-        fresh: a module that may be missing in the folder and is then initialized.
         quantized: `quant_method`s that may be loaded. Weights in blocks ("fp8", DeepSeek's layout) are dequantized, and activations then
             stay in 16 bits.
         attention: implementation of attention; None: transformers' choice.
@@ -84,7 +82,7 @@ def load_model(
             trust_remote_code=False,
             **options,
         )
-    _check_report(model, report, folder, fresh)
+    _check_report(model, report, folder)
     model.config.name_or_path = model.name_or_path = str(folder)
     return model
 
@@ -144,19 +142,17 @@ def _quantization(config: Any, accepted: Collection[str], folder: Path) -> str |
     return str(method)
 
 
-def _check_report(model: Any, report: Mapping[str, Any], folder: Path, fresh: str) -> None:
+def _check_report(model: Any, report: Mapping[str, Any], folder: Path) -> None:
     """Refuse a model if weights are missing, left over or of another shape. Tied weights are stored once."""
     name = type(model).__name__
     for key, actual, expected in report["mismatched_keys"]:
         raise ValueError(
             f"{folder}: {key} has shape {list(actual)}, but config.json describes {list(expected)}: give the model's own config.json"
         )
-    missing = sorted(key for key in report["missing_keys"] if not fresh or key.split(".")[0] != fresh)
+    missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(f"{folder} is missing {len(missing)} tensors of a {name} ({missing[0]}): give a complete model")
-    # With a fresh head, the head that the model was saved with is left over.
-    base = f"{model.base_model_prefix}."
-    left = sorted(key for key in report["unexpected_keys"] if not key.endswith(_NO_WEIGHTS) and (not fresh or key.startswith(base)))
+    left = sorted(key for key in report["unexpected_keys"] if not key.endswith(_NO_WEIGHTS))
     if left:
         raise ValueError(
             f"{folder} has {len(left)} tensors that a {name} of its config.json does not have ({left[0]}): give its own config.json"

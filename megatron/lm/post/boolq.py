@@ -8,6 +8,8 @@ the title is a separate field, which is prepended in the same way.
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from megatron.lm.shell.files import json_lines
 
 DEV, COMBINED = "dev.jsonl", "combined.jsonl"
@@ -60,6 +62,19 @@ def majority(rows: list[Row]) -> float:
     """Return the accuracy of always giving the more common answer, for at least one row."""
     yes = sum(row.answer for row in rows) / len(rows)
     return max(yes, 1 - yes)
+
+
+def drawn(step: int, count: int, rows: int, seed: int) -> list[int]:
+    """Return the row indices of a step: `count` of `rows`, each once per epoch, shuffled in every epoch."""
+    orders: dict[int, list[int]] = {}
+    indices = []
+    for place in range(step * count, (step + 1) * count):
+        epoch, at = divmod(place, rows)
+        if epoch not in orders:
+            generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+            orders[epoch] = torch.randperm(rows, generator=generator).tolist()
+        indices.append(orders[epoch][at])
+    return indices
 
 
 def _row(row: dict[str, Any], where: str, label: str) -> Row:

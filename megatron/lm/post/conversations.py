@@ -67,7 +67,7 @@ def conversation(row: Mapping[str, Any], where: str) -> list[Message]:
     return messages
 
 
-def prompt(row: Mapping[str, Any], where: str) -> list[Message]:
+def _prompt(row: Mapping[str, Any], where: str) -> list[Message]:
     """Return the prompt of a row: its `prompt`, or its conversation without an answer at the end.
 
     Raises:
@@ -96,7 +96,7 @@ def preference(row: Mapping[str, Any], where: str) -> Preference:
     chosen, rejected = (_answer(row[key], f"{key} of {where}") for key in ("chosen", "rejected"))
     if chosen == rejected:
         raise ValueError(f"{where} has the same text in chosen and rejected: there is nothing to prefer, drop the row")
-    return Preference(prompt(row, where), chosen, rejected)
+    return Preference(_prompt(row, where), chosen, rejected)
 
 
 def _answer(value: Any, where: str) -> str:

@@ -1,4 +1,4 @@
-"""Load models and tokenizers from transformers folders for fine-tuning and RLHF."""
+"""Load models and tokenizers from transformers folders, and freeze models in one byte per weight."""
 
 import importlib
 from dataclasses import replace
@@ -25,11 +25,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "need",
-    "reward_model",
-    "scalar_model",
-    "with_lora",
 ]
-_EXTRAS = {"transformers": "transformers", "peft": "-e '.[integrations]', or peft", "gguf": "gguf", "accelerate": "accelerate"}
 
 
 def need(name: str) -> ModuleType:
@@ -41,7 +37,7 @@ def need(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f"{name} is not installed ({error}): pip install {_EXTRAS[name]}") from None
+        raise ValueError(f"{name} is not installed ({error}): pip install {name}") from None
 
 
 def check_folder(folder: Path) -> None:
@@ -72,7 +68,7 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def load_model(folder: Path, kind: str, dtype: torch.dtype, device: torch.device | str, *, fresh: str = "", **settings: Any) -> Any:
+def load_model(folder: Path, kind: str, dtype: torch.dtype, device: torch.device | str) -> Any:
     """Load a transformers model.
 
     Args:
@@ -80,15 +76,13 @@ def load_model(folder: Path, kind: str, dtype: torch.dtype, device: torch.device
         kind: the class of transformers, such as "AutoModelForCausalLM".
         dtype: of its parameters.
         device: of its parameters.
-        fresh: a module that may be missing in the folder and is then initialized.
-        settings: of its configuration.
 
     Raises:
         ValueError: if the folder has no such model, or tensors are missing (`megatron.lm.hugging_face.models`).
     """
     need("transformers")
     check_folder(folder)
-    return hugging_face.load_model(folder, kind, dtype=dtype, fresh=fresh, attention="sdpa", **settings).to(device)
+    return hugging_face.load_model(folder, kind, dtype=dtype, attention="sdpa").to(device)
 
 
 def check_positions(model: Any, length: int, flag: str) -> None:
@@ -96,36 +90,6 @@ def check_positions(model: Any, length: int, flag: str) -> None:
     most = getattr(model.config, "max_position_embeddings", None)
     if most is not None and length > most:
         raise ValueError(f"{flag} is {length}, but {type(model).__name__} has positions for {most} tokens: set {most} or less")
-
-
-def scalar_model(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Any:
-    """Load a value model: the layers of the model in `folder`, and a head with one output per token, initialized to 0."""
-    model = load_model(folder, "AutoModelForTokenClassification", dtype, device, fresh="score", num_labels=1, classifier_dropout=0.0)
-    nn.init.zeros_(model.score.weight)
-    if model.score.bias is not None:
-        nn.init.zeros_(model.score.bias)
-    return model
-
-
-def reward_model(folder: Path, dtype: torch.dtype, device: torch.device | str, tokenizer: Any) -> Any:
-    """Load a reward model, with one output per sequence, which must use the policy's tokens.
-
-    Raises:
-        ValueError: if its tokenizer has other tokens, or its head is untrained or has several outputs.
-    """
-    theirs = load_tokenizer(folder)
-    if theirs.get_vocab() != tokenizer.get_vocab():
-        raise ValueError(
-            f"the reward model's tokenizer ({folder}, {len(theirs)} tokens) is not the policy's ({len(tokenizer)} tokens): give a reward "
-            "model that was trained with the policy's tokenizer"
-        )
-    model = load_model(folder, "AutoModelForSequenceClassification", dtype, device, pad_token_id=tokenizer.pad_token_id)
-    if model.config.num_labels != 1:
-        raise ValueError(
-            f"{folder} is not a reward model, its head has {model.config.num_labels} outputs: give a model for sequence classification "
-            "with num_labels 1"
-        )
-    return model
 
 
 def freeze(model: nn.Module, recipe: Recipe) -> nn.Module:
@@ -138,16 +102,3 @@ def freeze(model: nn.Module, recipe: Recipe) -> nn.Module:
         convert(model, replace(recipe, weight=recipe.gemm.weight.format))
         fuse(model)
     return model
-
-
-def with_lora(model: nn.Module, recipe: Recipe, rank: int, seed: int) -> Any:
-    """Add PEFT's LoRA adapters of `rank` to the linear layers; base weights are frozen, in one byte with FP8 GEMMs.
-
-    Raises:
-        ValueError: if PEFT is not installed.
-    """
-    peft = need("peft")
-    freeze(model, recipe).train()
-    torch.manual_seed(seed)
-    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, config)

@@ -3,7 +3,6 @@
 Attacks are in tests/attack/test_hugging_face_folders.py.
 """
 
-import json
 from pathlib import Path
 
 import pytest
@@ -50,17 +49,6 @@ def test_masks_and_frequencies_of_older_versions_are_not_left_over(toy: Path):
     save_file(tensors | {"model.layers.0.mlp.more": torch.ones(8)}, toy / "model.safetensors")
     with pytest.raises(ValueError, match=r"has 1 tensors that a LlamaForCausalLM of its config.json does not have .*mlp.more"):
         load_model(toy, CAUSAL)
-
-
-def test_a_fresh_head_is_initialized_and_replaces_the_old_one(toy: Path):
-    tensors, about = load_file(toy / "model.safetensors"), json.loads((toy / "config.json").read_text())
-    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, toy / "model.safetensors")
-    (toy / "config.json").write_text(json.dumps(about | {"tie_word_embeddings": False}))
-    model = load_model(toy, "AutoModelForTokenClassification", fresh="score", num_labels=5)
-    assert model.score.weight.shape == (5, 64)
-    assert model.score.weight.isfinite().all()
-    with pytest.raises(ValueError, match=r"is missing 2 tensors of a LlamaForTokenClassification \(score.bias\)"):
-        load_model(toy, "AutoModelForTokenClassification", num_labels=5)
 
 
 def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(toy: Path):

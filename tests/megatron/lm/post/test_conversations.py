@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron.lm.post.conversations import Preference, conversation, preference, prompt, rows
+from megatron.lm.post.conversations import Preference, conversation, preference, rows
 
 ASKED, ANSWERED = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
 
@@ -90,13 +90,6 @@ def test_a_row_of_no_form_is_refused(row, said):
 def test_a_preference_that_is_none_is_refused(row, said):
     with pytest.raises(ValueError, match=said):
         preference(row, "row 7")
-
-
-@pytest.mark.parametrize(
-    "row", [{"prompt": "2+2"}, {"messages": [ASKED]}, {"messages": [ASKED, ANSWERED]}, {"instruction": "2+2"}, {"prompt": [ASKED]}]
-)
-def test_what_is_asked_is_the_same_in_each_form(row):
-    assert prompt(row, "row 1") == [ASKED]
 
 
 def test_an_input_follows_the_instruction_and_a_system_text_precedes_it():

@@ -1,7 +1,6 @@
 """Models from folders: what is loaded, frozen in one byte, and refused."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -9,8 +8,9 @@ import torch
 import msamp
 from helpers import post_runs
 from megatron.lm.post import models
-from megatron.lm.post.memory import stored
+from msamp.kernels import ops
 from msamp.nn.linear import FP8Linear
+from msamp.numerics.metrics import sqnr_db
 from msamp.numerics.tensor import ScalingTensor
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
@@ -19,11 +19,6 @@ BF16, CPU = torch.bfloat16, torch.device("cpu")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return post_runs.toy(tmp_path_factory.mktemp("toy"))
-
-
-@pytest.fixture(scope="module")
-def rewarder(tmp_path_factory):
-    return post_runs.toy(tmp_path_factory.mktemp("reward"), reward=True)
 
 
 def policy(folder, dtype=torch.float32):
@@ -43,8 +38,6 @@ def test_a_frozen_model_has_one_byte_a_linear_weight_and_no_gradient(folder, lev
     assert len(layers) == 14
     assert all(isinstance(m.weight, ScalingTensor) and m.weight.payload.itemsize == 1 for m in layers)
     assert not any(p.requires_grad for p in model.parameters())
-    n = sum(m.weight.numel() for m in layers)
-    assert stored(model).weights == 4 * (stored(model).parameters - n) + n + 4 * len(layers)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
@@ -57,28 +50,21 @@ def test_a_reference_computes_what_the_policy_computes_at_its_start(folder, leve
     assert torch.equal(trained(tokens).logits, reference(tokens).logits)
 
 
-def test_a_value_model_begins_at_zero_and_drops_nothing(folder):
-    model = models.scalar_model(folder, torch.float32, CPU).train()
-    tokens = torch.arange(20).view(2, 10)
-    values = model(input_ids=tokens).logits
-    assert values.shape == (2, 10, 1)
-    assert not values.any()
-    want = policy(folder).model(tokens).last_hidden_state
-    assert torch.equal(model.model(tokens).last_hidden_state, want)
-    assert model.dropout.p == 0
-
-
-def test_a_reward_model_gives_a_number_a_sequence(folder, rewarder):
-    tokenizer = models.load_tokenizer(folder)
-    model = models.reward_model(rewarder, torch.float32, CPU, tokenizer)
-    assert model(input_ids=torch.arange(20).view(2, 10)).logits.shape == (2, 1)
-
-
-def test_a_reward_model_with_another_tokenizer_is_refused(folder, rewarder, tmp_path):
-    words = models.load_tokenizer(folder)
-    words.add_tokens(["<|new|>"])
-    with pytest.raises(ValueError, match=r"is not the policy's \(262 tokens\): give a reward model that was trained with"):
-        models.reward_model(rewarder, torch.float32, CPU, words)
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@torch.no_grad()
+def test_logits_of_the_cache_are_those_of_training_and_stored_weights_are_multiplied(folder, level, monkeypatch):
+    """A cast just in time takes its scale over one token with the cache and over all without: a power of two, so little differs."""
+    model, _ = msamp.initialize(policy(folder), recipe=level)
+    places = {m.weight.payload.data_ptr() for m in model.modules() if isinstance(m, FP8Linear)}
+    multiply, seen, steps, cache, tokens = ops.scaled_mm, set(), [], None, torch.arange(24)[None]
+    whole = model.eval()(tokens, use_cache=False).logits[0]
+    monkeypatch.setattr(ops, "scaled_mm", lambda a, b, *rest, **k: seen.add(b.untyped_storage().data_ptr()) or multiply(a, b, *rest, **k))
+    for place in range(24):
+        out = model(tokens[:, place : place + 1], past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        steps.append(out.logits[0, 0])
+    assert sqnr_db(whole, torch.stack(steps)) > 100
+    assert level == "O2" or seen == places
 
 
 def test_a_model_of_which_a_part_is_missing_is_refused(folder, tmp_path):
@@ -121,11 +107,3 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(folder, tmp_path):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(ValueError, match="must be a fast one with an eos_token"):
         models.load_tokenizer(tmp_path)
-
-
-def test_lora_without_peft_is_refused_before_anything_changes(folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    model = policy(folder)
-    with pytest.raises(ValueError, match="peft is not installed"):
-        models.with_lora(model, msamp.recipes.O2, 4, seed=0)
-    assert all(p.requires_grad for p in model.parameters())

@@ -1,1 +1,0 @@
-"""Rollouts, rewards and advantages for PPO."""
