@@ -139,7 +139,7 @@ def one_way(begin: Any, folder: str) -> dict[str, object]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("level", ["O2", "O3", pytest.param("coat", marks=pytest.mark.nightly(30))])
+@pytest.mark.parametrize("level", ["O3", *(pytest.param(level, marks=pytest.mark.nightly(30)) for level in ("O2", "coat"))])
 def test_so_it_does_on_two_processes_with_zero_and_fsdp2(level, tmp_path: Path):
     for found in dist.run(each_way, 2, level, str(tmp_path), timeout=280):
         assert found == dict.fromkeys(found, True)

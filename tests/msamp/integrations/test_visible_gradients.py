@@ -95,7 +95,7 @@ def trained(level: str, edit: Callable[[nn.Module], object], **options) -> list[
     """The norms of the steps' gradients, and the weights."""
     model, optimizer = begin(level, **options)
     norms = []
-    for step in range(3):
+    for step in range(2):
         optimizer.zero_grad()
         loss(model, step).backward()
         edit(model)
@@ -104,8 +104,11 @@ def trained(level: str, edit: Callable[[nn.Module], object], **options) -> list[
     return [torch.stack(norms), *(fp32_values(p).clone() for p in model.parameters())]
 
 
+ZERO = {"fp32": (False, True), "O2": (True,), "O3": (False,)}  # each way at a level with FP8 gradients
+
+
 def every_edit(level: str) -> dict[tuple[str, bool], list[torch.Tensor]]:
-    return {(name, zero): trained(level, edit, zero=zero) for name, edit in EDITS.items() for zero in (False, True)}
+    return {(name, zero): trained(level, edit, zero=zero) for name, edit in EDITS.items() for zero in ZERO[level]}
 
 
 @pytest.mark.promise("Hosts", "Edits of `p.grad` between backward and step have their effect on any number of processes, also under ZeRO.")
@@ -115,7 +118,7 @@ def test_edits_have_the_effect_that_they_have_on_one_process(level):
     near = 1e-4 if level == "fp32" else 0.02
     for name, edit in EDITS.items():
         want = trained(level, edit)
-        for zero in (False, True):
+        for zero in ZERO[level]:
             assert all(a.equal(b) for a, b in zip(first[name, zero], second[name, zero], strict=True)), name
             assert all((a - b).norm() <= near * b.norm() for a, b in zip(first[name, zero], want, strict=True)), name
             if name != "nothing":
