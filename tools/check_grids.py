@@ -122,7 +122,7 @@ def launch(flags: str, folder: Path, *, processes: int, gpus: int, limit: float,
     metrics.unlink(missing_ok=True)
     module = [__file__, "--fault"] if fault else ["-m", "megatron.lm.pretrain"]
     starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    words = [*starter, *module, *shlex.split(f"{MODEL} {flags} --metrics-file {metrics}")]
+    words = [*starter, *module, *shlex.split(f"{MODEL} {flags}"), "--metrics-file", str(metrics)]
     hidden = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1"} | hidden
@@ -146,7 +146,7 @@ def launch(flags: str, folder: Path, *, processes: int, gpus: int, limit: float,
 def check_case(name: str, options: argparse.Namespace) -> dict[str, str]:
     """Run a case and return its row."""
     folder, half = options.out / name.replace(" ", "_"), options.iters // 2
-    base = f"--train-iters {options.iters} --eval-interval {half} --data-path {options.data}"
+    base = f"--train-iters {options.iters} --eval-interval {half} --data-path {shlex.quote(str(options.data))}"
     window = "" if CASES[name].startswith("--opt-level O0") else " --fp8-amax-history-len 4"  # graphs are captured once it is full
     own = f"{CASES[name]} --micro-batch-size 2{window}"
     shared = {"gpus": options.gpus, "limit": options.seconds}
@@ -154,11 +154,11 @@ def check_case(name: str, options: argparse.Namespace) -> dict[str, str]:
     def start(part: str, flags: str, *, processes: int = 2, fault: bool = False) -> Run:
         return launch(f"{base} {flags} {options.flags}", folder / part, processes=processes, fault=fault, **shared)
 
-    straight = start("straight", f"{own} --save {folder / 'saved'} --save-interval {half}")
+    straight = start("straight", f"{own} --save {shlex.quote(f'{folder}/saved')} --save-interval {half}")
     row = {"case": name, "straight": straight.why or "ends", "valid": f"{straight.valid:.4f}", "s": f"{straight.seconds:.0f}"}
     if straight.why:
         return row | {"resumed": "", "moved": "", "failed": ""}
-    load = f"--load {folder / 'saved'} --ckpt-step {half}"
+    load = f"--load {shlex.quote(f'{folder}/saved')} --ckpt-step {half}"
     expected = {step: loss for step, loss in straight.losses.items() if step > half}
     resumed = start("resumed", f"{own} {load}")
     row["resumed"] = resumed.why or _difference(resumed.losses, expected, 0.0)

@@ -55,8 +55,8 @@ def summed(task: Task) -> Iterator[Finding]:
 def byte_flags(text: Path, folder: Path) -> list[str]:
     """Return the trainer's flags to read a text byte by byte."""
     data = byte_data(text, folder / "bytes")
-    words = f"--tokenizer-type GPT2BPETokenizer --vocab-file {data}/encoder.json --merge-file {data}/vocab.bpe"
-    return ["--train-data-path", f"{data}/train_text_document", *words.split()]
+    files = ["--vocab-file", f"{data}/encoder.json", "--merge-file", f"{data}/vocab.bpe"]
+    return ["--train-data-path", f"{data}/train_text_document", "--tokenizer-type", "GPT2BPETokenizer", *files]
 
 
 def measured_blocks(words: Sequence[str], out: Path) -> list[Row]:

@@ -90,10 +90,10 @@ def test_a_text_that_was_given_is_read_and_the_speeches_by_their_name(root, pack
 
 def test_the_trainers_flags_name_files_that_are_there(tmp_path):
     (tmp_path / "text").write_text("some words, and more of them " * 50)
-    flags = byte_flags(tmp_path / "text", tmp_path)
+    flags = byte_flags(tmp_path / "text", folder := tmp_path / "with a blank")
     named = dict(zip(flags[::2], flags[1::2], strict=True))
-    assert (tmp_path / "bytes" / "train_text_document.bin").is_file()
-    assert named["--vocab-file"] == str(tmp_path / "bytes" / "encoder.json")
+    assert (folder / "bytes" / "train_text_document.bin").is_file()
+    assert named["--vocab-file"] == str(folder / "bytes" / "encoder.json")
     with pytest.raises(RuntimeError, match="--dp x failed"):
         measured_blocks(["--dp", "x"], tmp_path)
 
