@@ -120,12 +120,6 @@ def test_formats(source: Format, target: Format):
         assert torch.equal(one(after).values(), values)
 
 
-# What is refused
-
-
-# A weight and its master
-
-
 # A vocabulary that is padded to another number of rows
 
 
@@ -147,9 +141,6 @@ def test_padding_rows_go_or_are_made(tmp_path: Path, saved: int, now: int, prefi
     assert torch.equal(found[:both], x[:both])
     made = torch.zeros(4) if prefix.startswith("exp") else x.mean(0)
     assert torch.equal(found[both:], (x[-1] if saved > VOCABULARY else made).expand(now - both, 4))
-
-
-# Scalars
 
 
 # Where local tensors stand in the whole model, on one process; that the ranks of a grid have all of it is in test_resharding.
@@ -178,25 +169,6 @@ def test_rows_within_a_place(rows: slice | None, expected: tuple[slice, tuple[in
     assert rows_of(10, 6).within(rows) == expected
 
 
-def test_pieces_of_a_tensor_in_two_places_stand_where_the_whole_does():
-    """Whichever way an owner's rows lie over the halves of SwiGLU's first layer, each row goes where it would have gone in one piece."""
-    gate, half = rows_of(0, 6, offset=20), rows_of(6, 6, offset=120)
-
-    def stands(rows: slice) -> dict[int, int]:
-        found = [(place.within(rows), place) for place in (gate, half)]
-        return {
-            rows.start + part[0].start + i: part[1][0] + i
-            for part, _ in found
-            if part is not None and part[0] is not None
-            for i in range(part[0].stop - part[0].start)
-        }
-
-    whole = stands(slice(0, 12))
-    assert whole == {i: 20 + i for i in range(6)} | {i: 114 + i for i in range(6, 12)}
-    for cut in (3, 6, 9):
-        assert stands(slice(0, cut)) | stands(slice(cut, 12)) == whole
-
-
 # Single numbers of a checkpoint, and second components in the formats of a run; whole checkpoints: test_loading.py and test_levels.py.
 
 
@@ -223,6 +195,3 @@ def test_a_remainder_is_rounded_once_from_the_stored_pair(tmp_path: Path, key: s
         got = reader.remainder(key, where, torch.Size((6, 5)), fmt)
         assert tiny.same(tiny.bits([got]), tiny.bits([expected]))
         assert reader.requantised == (set() if rest.dtype == fmt.dtype else {f"{key}/w"})
-
-
-# What a resumed run prints about its checkpoint.

@@ -6,8 +6,6 @@ import errno
 import json
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -121,32 +119,6 @@ def test_what_ends_well_ends_as_it_says(capsys: pytest.CaptureFixture[str]):
         main(["--cod"])
     assert leaving.value.code == 2
     assert "Traceback" not in capsys.readouterr().err
-
-
-SCRIPT = """
-import sys, time
-from megatron.lm.shell import exit_codes
-
-@exit_codes.command
-def main():
-    print("x", flush=True)
-    time.sleep(60)
-
-if __name__ == "__main__":
-    sys.exit(main())
-"""
-
-
-def test_sigint_ends_with_a_line():
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    try:
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert (process.returncode, said) == (130, "error: interrupted by SIGINT\n")
 
 
 # Values that cannot serve are refused while the command line is read.

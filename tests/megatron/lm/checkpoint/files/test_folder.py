@@ -18,9 +18,7 @@ from megatron.lm.checkpoint.files.folder import (
     check_files,
     exists,
     iteration_folder,
-    iteration_of,
     latest,
-    marked_iteration,
     prune,
     publish,
     read_info,
@@ -181,46 +179,7 @@ def test_a_file_of_the_right_size_and_other_contents_is_named(tmp_path: Path):
         check_files(folder, info["files"])
 
 
-# A kill at every moment
-
-
-def save(root: Path, iteration: int) -> None:
-    tidy(root)
-    publish(written(root, iteration, "new"))
-    prune(iteration_folder(root, iteration), 1)
-
-
-@pytest.mark.parametrize("iteration", [6, 4], ids=["a new one", "over itself"])
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, iteration: int):
-    seen = []
-    for after in range(200):
-        root = tmp_path / str(after)
-        published(root, 2, "older")
-        published(root, 4, "old")
-        with monkeypatch.context() as patch:
-            calls = dying(patch, after)
-            try:
-                save(root, iteration)
-            except Killed:
-                ended = False
-            else:
-                ended = True
-        folder = latest(root)
-        info = read_info(folder)
-        check_files(folder, info["files"])
-        assert info["text"] == (folder / "data").read_text()
-        seen.append(info["text"])
-        assert seen[-1] in ("old", "new"), (after, calls)
-        # Nobody who looks for a checkpoint meets half of one.
-        assert all((path / "data").is_file() for path in root.iterdir() if iteration_of(path) is not None)
-        save(root, iteration)  # the next save clears up
-        assert names(root) == [f"iter_{marked_iteration(root):07d}", MARKER], (after, calls)
-        if ended:
-            break
-    assert seen == ["old"] * seen.count("old") + ["new"] * seen.count("new")
-    assert ended
-    assert len(calls) >= 14
-    assert min(seen.count("old"), seen.count("new")) > 3
+# A kill at every moment: of a whole save, ../test_saving.py
 
 
 def test_prune_keeps_the_newest_up_to_the_one_just_saved(tmp_path: Path):
