@@ -8,12 +8,14 @@
 # hadolint global ignore=DL3013
 # Packages have their versions in the arguments below and in setup.py, where the linter does not look.
 #
-# All run without root, as user 10001. The image `cpu` is installed from the lock file by hash; `gpu` and `peers` have another torch, which the
-# lock does not fit. Base images are named by tag: for a fixed one build with `--build-arg PYTHON=python@sha256:...`.
+# All run without root, as user 10001. Packages are those of the lock file, by hash, but for torch, Triton (in `gpu` and `peers` torch's own), and
+# what `peers` compiles. Base images are named by digest: Python's is of docker-library/repo-info (2026-08-25), NVIDIA's are those that other
+# public projects pin for these tags.
 #
 # A torch build decides the CUDA version. Another one: --build-arg GPU_TORCH=torch==2.12.0 --build-arg GPU_INDEX=... --build-arg CUDA=...
-ARG CUDA=13.0.1
-ARG PYTHON=python:3.12-slim-bookworm
+ARG PYTHON=python:3.12-slim-bookworm@sha256:0f5b26b9518d002b6173fd61daad821fa340635ebfec5bba471013f9ca114579
+ARG CUDA=nvidia/cuda:13.0.1-runtime-ubuntu24.04@sha256:c3fde347d52d578c84fd644bc177bc7ec333feaf11550d990da4084d7612e4c7
+ARG CUDA_DEVEL=nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04@sha256:8b2705ea7a8653ad3451b46ab835eced92d77b44e671b9cf3ad4f95fbb2efe5e
 
 FROM ${PYTHON} AS cpu
 ARG CPU_TORCH=torch==2.13.0
@@ -35,7 +37,7 @@ ENV HOME=/tmp
 USER 10001:10001
 CMD ["msamp", "quickstart"]
 
-FROM nvidia/cuda:${CUDA}-runtime-ubuntu24.04 AS gpu
+FROM ${CUDA} AS gpu
 ARG GPU_TORCH=torch==2.11.0
 ARG GPU_INDEX=https://download.pytorch.org/whl/cu130
 # gcc and Python's headers are Triton's, which compiles what launches a kernel. Versions are the distribution's.
@@ -46,19 +48,22 @@ RUN apt-get update \
  && python3 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /opt/msamp
-RUN python3 -m pip install --no-cache-dir "$GPU_TORCH" --index-url "$GPU_INDEX"
+COPY requirements-dev.txt ./
+RUN sed '/^triton==/,$d' requirements-dev.txt > packages.txt \
+ && python3 -m pip install --no-cache-dir --no-deps --require-hashes -r packages.txt \
+ && python3 -m pip install --no-cache-dir "$GPU_TORCH" --index-url "$GPU_INDEX"
 COPY LICENSE README.md setup.py pyproject.toml ./
 COPY msamp msamp
 COPY megatron megatron
 COPY tools tools
 COPY examples examples
-RUN python3 -m pip install --no-cache-dir --config-settings editable_mode=compat -e '.[gpu]' \
+RUN python3 -m pip install --no-cache-dir --no-deps --no-build-isolation --config-settings editable_mode=compat -e . \
  && mkdir -p runs data && chmod 1777 runs data
 ENV HOME=/tmp
 USER 10001:10001
 CMD ["msamp", "pretrain", "--help"]
 
-FROM nvidia/cuda:${CUDA}-cudnn-devel-ubuntu24.04 AS peers
+FROM ${CUDA_DEVEL} AS peers
 ARG GPU_TORCH=torch==2.11.0
 ARG GPU_INDEX=https://download.pytorch.org/whl/cu130
 ARG GPU_ARCHITECTURES=9.0
@@ -69,7 +74,10 @@ RUN apt-get update \
  && python3 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /opt/msamp
-RUN python3 -m pip install --no-cache-dir "$GPU_TORCH" --index-url "$GPU_INDEX"
+COPY requirements-dev.txt ./
+RUN sed '/^triton==/,$d' requirements-dev.txt > packages.txt \
+ && python3 -m pip install --no-cache-dir --no-deps --require-hashes -r packages.txt \
+ && python3 -m pip install --no-cache-dir "$GPU_TORCH" --index-url "$GPU_INDEX"
 COPY LICENSE README.md setup.py pyproject.toml ./
 COPY msamp msamp
 COPY megatron megatron

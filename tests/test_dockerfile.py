@@ -85,12 +85,15 @@ def test_an_image_starts_something_that_is_there(stage: str):
     assert start[1] in dispatch.COMMANDS
 
 
-def test_the_cpu_image_is_installed_by_hash_from_one_source_per_name_and_all_run_without_root():
-    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    installs = [rest for word, rest in STAGES["cpu"] if word == "RUN" and "pip install" in rest]
-    assert "--require-hashes" in installs[0]
-    assert "--extra-index-url" not in text
-    assert all(("USER", "10001:10001") in stage for name, stage in STAGES.items() if name)
+@each_image
+def test_an_image_is_installed_by_hash_from_one_source_per_name_on_a_base_with_a_digest_and_runs_without_root(stage: str):
+    bases = dict(rest.split("=", 1) for word, rest in STAGES[""] if word == "ARG")
+    (base,) = (rest for word, rest in STAGES[stage] if word == "FROM")
+    assert re.fullmatch(r"[a-z/]+:[^@]+@sha256:[0-9a-f]{64}", bases[base.split("}")[0].removeprefix("${")])
+    installs = [rest for word, rest in STAGES[stage] if word == "RUN" and "pip install" in rest]
+    assert "--no-deps --require-hashes" in installs[0]
+    assert "--extra-index-url" not in (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    assert ("USER", "10001:10001") in STAGES[stage]
 
 
 @pytest.mark.promise("Clusters", "The commands of the CPU image work in a new environment.")
