@@ -37,7 +37,8 @@ EXTRA_TESTS = tests/megatron/lm/evaluation tests/megatron/lm/tools/test_evaluate
 # The other end of the ranges in setup.py, which a newer Python allows: the newest torch and megatron-core, and the tests that meet them.
 NEWEST_PYTHON ?= $(or $(lastword $(sort $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12.*/bin/python3))),python3.12)
 NEWEST_TESTS = $(addprefix tests/megatron/lm/,model data training checkpoint config/test_megatron_flags.py) \
-  tests/attack/test_foreign_checkpoints.py $(wildcard tests/msamp/integrations/test_initialize*.py) tests/msamp/integrations/test_fsdp.py
+  tests/attack/test_foreign_checkpoints.py $(wildcard tests/msamp/integrations/test_initialize*.py) tests/msamp/integrations/test_fsdp.py \
+  tests/msamp/optim/test_capturable_updates.py
 # Other versions of megatron-core, whose checkpoints are read (tests/megatron/lm/checkpoint/foreign/test_torch_dist.py).
 OTHER_CORES = 0.17.1 0.18.2
 
