@@ -27,7 +27,6 @@ and `partition` decides which rank owns what.
 
 import contextlib
 import enum
-import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -47,6 +46,7 @@ from msamp.comm.partition import BucketPlan
 from msamp.comm.sync_checks import check_formats, check_same_on_all_ranks, check_sums, check_sums_in_fp32
 from msamp.comm.visible_gradients import VisibleGradients, second_gradient
 from msamp.numerics.formats import Format
+from msamp.numerics.fp8_gradient import while_alive
 from msamp.numerics.stochastic_rounding import tensor_key
 
 
@@ -162,12 +162,11 @@ class GradSync:
         self._totals: dict[Tensor, Tensor] = {}
         formed = {p: self._accumulators[bucket.format] for p, (bucket, _) in self._place.items()}
         self.visible = VisibleGradients(self.params, self.names, self._totals, formed) if heed_zero_grad else None
-        # A weak reference: hooks live in autograd's graph, where the collector does not find a cycle back to the model.
-        hook = functools.partial(_take, weakref.ref(self))
+        hook = while_alive(self.take)
         for number, p in enumerate(self.params):
             p.register_post_accumulate_grad_hook(hook)
             if self.visible is not None:  # runs before a gradient is added; by number: `model.to` cannot swap a tensor with weak references
-                p.register_hook(unserializable_hook(functools.partial(_make_way, weakref.ref(self), number)))
+                p.register_hook(unserializable_hook(while_alive(self.visible.make_way, number)))
         self.steps = 0
         self.clear()
 
@@ -407,18 +406,6 @@ def _owned(buckets: Sequence[Bucket]) -> dict[Tensor, list[BucketPiece]]:
         for piece in bucket.owned:
             owned.setdefault(bucket.params[piece.index], []).append(piece)
     return owned
-
-
-def _make_way(sync: "weakref.ref[GradSync]", number: int, _: Tensor) -> None:
-    alive = sync()
-    if alive is not None and alive.visible is not None:
-        alive.visible.make_way(alive.params[number])
-
-
-def _take(sync: "weakref.ref[GradSync]", p: Tensor) -> None:
-    alive = sync()
-    if alive is not None:
-        alive.take(p)
 
 
 def _build(

@@ -138,7 +138,12 @@ def plan_buckets(
         shapes: of the tensors, in the order in which backward produces their gradients.
         kinds: one per tensor, such as its wire format; tensors of different kinds never share a bucket.
         whole: numbers of tensors that must not be cut, whatever padding results.
+
+    Raises:
+        ValueError: if `bucket_elements` is below 1.
     """
+    if bucket_elements < 1:
+        raise ValueError(f"bucket_elements is {bucket_elements}; it must be at least 1: pass the elements per bucket")
     buckets = _buckets([math.prod(shape) for shape in shapes], kinds, bucket_elements)
     plan = _plan(shapes, buckets, ranks, bucket_limit, whole)
     while plan.padding > limit and bucket_limit > limit:

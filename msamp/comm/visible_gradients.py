@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from msamp.comm.accumulate import Accumulator
-from msamp.numerics.fp8_gradient import FP8Gradient
+from msamp.numerics.fp8_gradient import FP8Gradient, while_alive
 from msamp.numerics.tensor import ScalingTensor
 
 
@@ -78,14 +78,15 @@ class VisibleGradients:
             raise second_gradient(self._names[p])
         return average_of(p)
 
-    def make_way(self, p: Tensor) -> None:
-        """Before autograd adds to `p.grad`: stop showing the sum of earlier micro-batches, and take over what was done to it."""
+    def make_way(self, number: int, _: Tensor) -> None:
+        """Before autograd adds to a `p.grad`: stop showing the sum of earlier micro-batches, and take over what was done to it."""
+        p = self._params[number]
         if p in self._totals and p in self._shown:
             self._take_sum(p)
             backward = torch._C._current_graph_task_id()
             if backward != self._backward:
                 self._backward = backward
-                torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_show_sums, weakref.ref(self)))
+                torch.autograd.Variable._execution_engine.queue_callback(while_alive(self.show_sums))
 
     def _take_sum(self, p: Tensor) -> None:
         present, seen = self.lift(p, keep=True)
@@ -155,12 +156,6 @@ def second_gradient(name: str) -> ValueError:
 def _values(visible: "weakref.ref[VisibleGradients]", number: int) -> Tensor:
     alive = visible()
     return _expired() if alive is None else alive.values(number)
-
-
-def _show_sums(visible: "weakref.ref[VisibleGradients]") -> None:
-    alive = visible()
-    if alive is not None:
-        alive.show_sums()
 
 
 def _expired() -> torch.Tensor:

@@ -17,6 +17,8 @@ tensors.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -290,3 +292,14 @@ def _rebuild(held: torch.Tensor) -> torch.Tensor:
 
 
 torch.serialization.add_safe_globals([FP8Gradient, _rebuild])
+
+
+def while_alive(method: Callable[..., Any], *given: Any) -> Callable[..., Any]:
+    """Return a hook that calls a bound method with `given` and its own arguments while the method's object lives, and then does nothing:
+    hooks live in autograd's graph, where the collector does not find a cycle back to the object."""
+    return functools.partial(_call, weakref.ref(method.__self__), method.__func__, given)  # type: ignore[attr-defined]
+
+
+def _call(of: weakref.ref[Any], function: Callable[..., Any], given: tuple[Any, ...], *args: Any) -> Any:
+    owner = of()
+    return None if owner is None else function(owner, *given, *args)

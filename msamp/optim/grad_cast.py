@@ -7,9 +7,7 @@ tensors into one flat buffer; each payload is a view of it. The result equals `S
 """
 
 import contextlib
-import functools
 import logging
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from msamp.kernels import ops
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import Format, by_name
-from msamp.numerics.fp8_gradient import FP8Gradient
+from msamp.numerics.fp8_gradient import FP8Gradient, while_alive
 from msamp.numerics.scaling import inverse
 from msamp.numerics.tensor import ScalingTensor, contiguous
 
@@ -133,8 +131,7 @@ class BackwardCasts:
             if fmt.scaled and fmt.bytes == 1:
                 self._formats[id(p)] = fmt
                 self._total += p.numel()
-                # A weak reference: hooks live in autograd's graph, where the collector does not find a cycle back to the model.
-                self._handles[id(p)] = p.register_post_accumulate_grad_hook(functools.partial(_arrived, weakref.ref(self)))
+                self._handles[id(p)] = p.register_post_accumulate_grad_hook(while_alive(self.arrived))
         self._group = max(GROUP_ELEMENTS, self._total // GROUPS)
 
     def detach(self) -> None:
@@ -160,7 +157,7 @@ class BackwardCasts:
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward, self._flushes = backward, {}  # gradients that a failed backward left in `_pending` are cast with the rest
-            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_ended, weakref.ref(self)))
+            torch.autograd.Variable._execution_engine.queue_callback(while_alive(self.ended))
         device = p.get_device()
         place = _CPU if device < 0 else (device, torch._C._cuda_getCurrentRawStream(device))
         if place not in self._pending:
@@ -213,15 +210,3 @@ def _plain(g: torch.Tensor | None) -> torch.Tensor | None:
     if type(g) is FP8Gradient:
         return g.held if g.was_zeroed and not isinstance(g.held, ScalingTensor) else None
     return g if type(g) is torch.Tensor and not g.requires_grad and g.layout is torch.strided else None
-
-
-def _arrived(casts: "weakref.ref[BackwardCasts]", p: torch.Tensor) -> None:
-    alive = casts()
-    if alive is not None:
-        alive.arrived(p)
-
-
-def _ended(casts: "weakref.ref[BackwardCasts]") -> None:
-    alive = casts()
-    if alive is not None:
-        alive.ended()

@@ -27,8 +27,6 @@ Next: `msamp.optim.shard` defines the interface, `msamp.comm.partition` the cut,
 """
 
 import contextlib
-import functools
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +36,7 @@ import torch.distributed as dist
 from msamp.comm.bucket import Bucket, BucketPiece, as_bytes
 from msamp.comm.collectives import Peers
 from msamp.comm.grad_sync import GradSync
+from msamp.numerics.fp8_gradient import while_alive
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.shard import Holding, Shard
 from msamp.optim.states import begun, is_scaled, payload, scale_inv, view_of_rows
@@ -302,10 +301,9 @@ class ZeRO(Shard):
         self._watches = True
         model = self.sync.model()
         assert model is not None
-        alive = weakref.ref(self)
         for module in model.modules():
-            module.register_state_dict_pre_hook(functools.partial(_wait_for_all, alive))
-            module.register_load_state_dict_pre_hook(functools.partial(_wait_for_all, alive))
+            module.register_state_dict_pre_hook(while_alive(self._before_a_state))
+            module.register_load_state_dict_pre_hook(while_alive(self._before_a_state))
             weight_holders = getattr(module, "weight_holders", None)
             holders = [] if weight_holders is None else list(weight_holders())
             if any(True for _ in module.parameters(recurse=False)):
@@ -314,7 +312,15 @@ class ZeRO(Shard):
             if holders:
                 read = [p for holder in holders for p in holder.parameters() if p in self.sync.names]
                 buckets = list(dict.fromkeys(self.sync.bucket_of(p) for p in read))
-                module.register_forward_pre_hook(functools.partial(_wait_for, alive, buckets))
+                module.register_forward_pre_hook(while_alive(self._before_a_forward, buckets))
+
+    def _before_a_forward(self, buckets: Iterable[Bucket], *_: Any) -> None:
+        for bucket in buckets:
+            self.wait_for(bucket)
+
+    def _before_a_state(self, *_: Any) -> None:
+        self._check_not_deferred()  # not gathered here, since one rank alone may save a state dict
+        self.wait()
 
     def gather(
         self, wholes: Sequence[Holding], state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]], *, everywhere: bool = False
@@ -366,17 +372,3 @@ class ZeRO(Shard):
 def _rows(x: torch.Tensor, piece: BucketPiece) -> torch.Tensor:
     """Return a view of the rows of a piece."""
     return x[piece.row : piece.row + piece.rows] if x.dim() else x
-
-
-def _wait_for(alive: "weakref.ref[ZeRO]", buckets: Iterable[Bucket], *_: Any) -> None:
-    shard = alive()
-    if shard is not None:
-        for bucket in buckets:
-            shard.wait_for(bucket)
-
-
-def _wait_for_all(alive: "weakref.ref[ZeRO]", *_: Any) -> None:
-    shard = alive()
-    if shard is not None:
-        shard._check_not_deferred()  # not gathered here, since one rank alone may save a state dict
-        shard.wait()
