@@ -1,6 +1,7 @@
 """Models from folders: what is loaded, frozen in one byte, and refused."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -107,3 +108,9 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(folder, tmp_path):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(ValueError, match="must be a fast one with an eos_token"):
         models.load_tokenizer(tmp_path)
+
+
+def test_a_package_that_is_missing_is_named_with_its_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(ValueError, match=r"trl is not installed .*: pip install trl"):
+        models.need("trl")
