@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +40,6 @@ with watch.watching():
 """
 
 
-@pytest.mark.usefixtures("uncompiled")
-def test_one_process_is_watched_as_many():
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", ALONE], capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
-    assert (done.returncode, done.stdout) == (1, "left in peace\n")  # by the second, where it hangs
-    words = (
-        r"^error: the process ends after \d s at iteration 4, saving \(--distributed-timeout-minutes 0\.0166667\): it is stuck, or waits"
-    )
-    assert re.search(words, done.stderr, re.MULTILINE)
-    assert "in <module>" in done.stderr  # the traceback
-
-
 ORPHAN = """
 import os, sys, time
 from megatron.lm.run import watchdog
@@ -64,12 +54,22 @@ with watch.watching():
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_a_step_that_does_not_end_is_left_soon_after_torchrun_was_killed():
-    """It held the GPU for ten minutes, and all later runs on it ran out of memory."""
-    line = [sys.executable, "-W", "ignore", "-c", ORPHAN]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
-    assert done.returncode == 1
-    assert re.search(r"^error: the process ends after \d+ s at iteration 4, in a step \(.*\): torchrun", done.stderr)
+def test_one_process_is_watched_as_many_and_left_soon_after_its_torchrun_was_killed():
+    """An orphan held the GPU for ten minutes, and all later runs on it ran out of memory."""
+
+    def watched(program: str) -> tuple[int, str, str]:
+        line = [sys.executable, "-W", "ignore", "-c", program]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
+        return done.returncode, done.stdout, done.stderr
+
+    with ThreadPoolExecutor() as pool:
+        (code, said, error), (orphans_code, _, orphans_error) = pool.map(watched, (ALONE, ORPHAN))
+    assert (code, said) == (1, "left in peace\n")  # by the second, where it hangs
+    words = r"^error: the process ends after \d s at iteration 4, saving \(--distributed-timeout-minutes 0\.0166667\): it is stuck, or"
+    assert re.search(words, error, re.MULTILINE)
+    assert "in <module>" in error  # the traceback
+    assert orphans_code == 1
+    assert re.search(r"^error: the process ends after \d+ s at iteration 4, in a step \(.*\): torchrun", orphans_error)
 
 
 def failing(together: bool, kind: type[Exception] = RuntimeError) -> None:
