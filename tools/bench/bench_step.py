@@ -6,14 +6,10 @@
     python tools/bench/bench_step.py --preset llama3-8b --flags '--num-layers 8'       flags for every case
     python tools/bench/bench_step.py --levels O3 --flags '--record-precision r.jsonl --record-interval 1'    recorded steps
     python tools/bench/bench_step.py --levels O3 'O3 --fp8-guard --fp8-guard-interval 1'    steps that the guard measures
-    python tools/bench/bench_step.py --levels O3 --as-stage --flags '--num-layers 12 --global-batch-size 32'
     python tools/bench/bench_step.py --levels O0 O3 --peer 'python tools/bench/baselines/bench_torchao.py'
 
 A baseline (--peer) is any command that prints one JSON object per case with the keys case, ms, tokens_s_gpu, peak_gib (and others of
 COLUMNS). Measurements are appended to --csv: `case` is the level with its flags, `preset` the preset with the flags of all cases.
-
---as-stage replays each micro-batch with the graphs of a pipeline stage (`megatron.lm.graphs.stage_graph`), without neighbours to send to,
-to compare them with the graphs of a whole model.
 """
 
 import argparse
@@ -26,8 +22,7 @@ from collections.abc import Sequence
 from megatron.lm.build import build_training
 from megatron.lm.config import OPT_LEVELS, Config
 from megatron.lm.config.presets import flops_per_token
-from megatron.lm.graphs import capture, step_graph
-from megatron.lm.graphs.stage_graph import StageGraphs
+from megatron.lm.graphs import step_graph
 from megatron.lm.processes import process_groups
 from megatron.lm.run.reports.metrics import mfu, peak_tflops
 from megatron.lm.run.reports.recorder import Recorder
@@ -57,10 +52,7 @@ def measure(level: str, options: argparse.Namespace) -> Row:
     config = configuration(level, options)
     training = build_training(config, options.vocab_size)
     batches = random_batches(config, options.vocab_size, process_groups.device())
-    reason = capture.obstacle(config.model, config.parallel, config.precision, config.training)
-    if options.as_stage and reason is not None:
-        raise ValueError(f"--as-stage: no graph can be captured, since {reason}")
-    graphs = StageGraphs(training, "step") if options.as_stage else step_graph.build(training)
+    graphs = step_graph.build(training)
     recorded = config.logging.record_precision
     recorder = Recorder(training, recorded, config.logging.record_interval, lambda *_: None) if recorded else None
     numbers = itertools.count(1)
@@ -83,7 +75,7 @@ def measure(level: str, options: argparse.Namespace) -> Row:
     tflops = flops / statistics.median(times) / 1e12
     memory = training_steps.memory_columns()
     return {
-        "case": level + f" recorded every {config.logging.record_interval}" * bool(recorded) + " (as a stage)" * options.as_stage,
+        "case": level + f" recorded every {config.logging.record_interval}" * bool(recorded),
         "params_m": round(sum(p.numel() for p in training.model.parameters()) / 1e6, 1),
         **training_steps.time_columns(times, tokens),
         "tflops": round(tflops, 1),
@@ -105,7 +97,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=legal_case,
         help="levels and precisions, such as O2, O2+blockwise or 'O3 --deterministic'",
     )
-    parser.add_argument("--as-stage", action="store_true", help="replay as a pipeline stage does")
     parser.add_argument("--warm-up", type=count(0), default=WARM_UP, help="steps that are not measured")
     options = parser.parse_args(argv)
     vocabulary = f"--vocab-size {options.vocab_size}" if options.vocab_size != VOCABULARY else ""

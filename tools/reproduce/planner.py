@@ -11,7 +11,6 @@ Takes some minutes and no GPU.
 
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron.lm.config.cli import parse_args
@@ -118,10 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in everything():
         print(", ".join(f"{value}" for value in line.values()), flush=True)
         lines.append(line)
-    new = Path(f"{options.csv}.partial")
-    new.unlink(missing_ok=True)
-    rows.append(new, lines)
-    new.replace(options.csv)
+    rows.write(options.csv, COLUMNS, lines)
     return 0
 
 
