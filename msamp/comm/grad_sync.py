@@ -17,12 +17,8 @@ Three choices need a reason:
 - Hooks during backward, instead of a pass after it. `p.grad` is freed as soon as it is quantized, so 16- or 32-bit gradients of the whole
   model never exist at the same time.
 
-The default exchange, "fp32-sum", adds the FP8 payloads in FP32 on the rank that owns them, and rounds once. The paper's exchange, "nccl"
-(`--grad-exchange nccl`), rounds to FP8 at every hop and sends the same number of bytes. `tools/reproduce/results/fig7` compares their
-errors on real gradients.
-
-Next: `bucket_sender` does the four steps above for one bucket, `exchange` defines the two exchanges, `accumulate` adds up micro-batches,
-and `partition` decides which rank owns what.
+Next: `bucket_sender` does the four steps above for one bucket, `exchange` defines the two exchanges (`tools/reproduce/results/fig7`
+compares their errors on real gradients), `accumulate` adds up micro-batches, and `partition` decides which rank owns what.
 """
 
 import contextlib
