@@ -55,11 +55,11 @@ def draw(numbers: Numbers, path: Path) -> None:
 
 
 def _bars(axes: Any, groups: Mapping[str, Mapping[str, float]], label: str) -> None:
-    """Draw a group of bars for each model, in one panel, with a bar per system; ours are blue."""
+    """Draw a group of bars for each model, with a bar per system that has a number (the first model has all); ours are blue."""
     names = list(next(iter(groups.values())))
     for number, name in enumerate(names):
-        places = [group * (len(names) + 1) + number for group in range(len(groups))]
-        bars = axes.barh(places, [one[name] for one in groups.values()], height=0.9, color=COLORS[number], label=name)
+        speeds = {group * (len(names) + 1) + number: one[name] for group, one in enumerate(groups.values()) if name in one}
+        bars = axes.barh(list(speeds), list(speeds.values()), height=0.9, color=COLORS[number], label=name)
         axes.bar_label(bars, fmt="{:.2f}", padding=3, fontsize=9)
     axes.set(xlabel=label, xlim=(0, 1.12 * max(max(one.values()) for one in groups.values())))
     axes.invert_yaxis()
