@@ -1,4 +1,4 @@
-"""Write a tiny random chat model, to try `trl_tuning.py` on a CPU in seconds: python examples/toy_chat.py FOLDER
+"""Write a tiny random chat model, to try `trl_tuning.py` and `ppo.py` on a CPU in seconds: python examples/toy_chat.py FOLDER
 
 A Llama with two layers, a byte tokenizer and a chat template, as `from_pretrained` reads them.
 """

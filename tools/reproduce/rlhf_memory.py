@@ -11,7 +11,13 @@ loop has BF16 gradients at O0, 14 bytes. So both cases are counted.
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+import torch
+from torch import nn
+
 from msamp.numerics.recipe import BF16, O2, O3, Recipe
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.shard import gradient
+from msamp.optim.updates import MASTER
 from tools.reproduce.entry import Finding
 
 WEIGHTS4, STATES4 = -32.0, -62.0  # percent, from BF16
@@ -35,6 +41,20 @@ class Stored:
     def __add__(self, other: "Stored") -> "Stored":
         ours, theirs = asdict(self), asdict(other)
         return Stored(**{kind: ours[kind] + theirs[kind] for kind in ours})
+
+
+def stored(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Stored:
+    """Return the bytes, scales included, of a model, its gradients and its optimizer; a parameter that two modules share counts once."""
+
+    def size(x: torch.Tensor | None) -> int:
+        return 0 if x is None else x.payload.nbytes + x.scale_inv.nbytes if isinstance(x, ScalingTensor) else x.nbytes
+
+    total = Stored()
+    for p in model.parameters():
+        state = {} if optimizer is None else optimizer.state.get(p, {})
+        tensors = {key: size(x) for key, x in state.items() if isinstance(x, torch.Tensor) and x.dim()}
+        total += Stored(size(p), size(gradient(p)), tensors.pop(MASTER.key, 0), sum(tensors.values()), p.numel())
+    return total
 
 
 @dataclass(frozen=True)

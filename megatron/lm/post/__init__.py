@@ -1,4 +1,4 @@
-"""After pre-training: what `examples/trl_tuning.py` and `examples/bert` use to tune Hugging Face models by TRL and the trainer's encoders.
+"""After pre-training: what `examples/trl_tuning.py`, `examples/ppo.py` and `examples/bert` use to tune Hugging Face models and encoders.
 
 | file | subject |
 | --- | --- |

@@ -20,13 +20,10 @@ from megatron.lm.step import train_step
 from msamp.comm.partition import Piece
 from msamp.numerics import formats
 from msamp.numerics import recipe as recipes
-from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.shard import gradient
-from msamp.optim.updates import MASTER
 from tools.bench import bench_grid, bench_step
 from tools.reproduce import exact, rlhf_memory, table7, table8
 from tools.reproduce.entry import Task, paper
-from tools.reproduce.rlhf_memory import Shape, Stored
+from tools.reproduce.rlhf_memory import Shape, Stored, stored
 
 TASK = Task("toy", "whole", Path("text"), Path("folder"))
 
@@ -164,21 +161,6 @@ class Llama(nn.Module):
                 x = x + layer(x)
             x = x + down(gate(x) * up(x))
         return self.lm_head(x)
-
-
-def size(x: torch.Tensor) -> int:
-    return x.payload.nbytes + x.scale_inv.nbytes if isinstance(x, ScalingTensor) else x.nbytes
-
-
-def stored(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Stored:
-    """What a model and its optimizer hold."""
-    total = Stored()
-    for p in model.parameters():
-        state = {} if optimizer is None else optimizer.state[p]
-        tensors = {key: size(x) for key, x in state.items() if isinstance(x, torch.Tensor) and x.dim()}
-        g, master = gradient(p), tensors.pop(MASTER.key, 0)
-        total += Stored(size(p), 0 if g is None else size(g), master, sum(tensors.values()), p.numel())
-    return total
 
 
 def held(shape: Shape, recipe: recipes.Recipe) -> Stored:
