@@ -20,7 +20,7 @@ from torch import Tensor
 
 from msamp.comm.bucket import Bucket
 from msamp.comm.collectives import OtherRanks, Peers
-from msamp.comm.exchange import Exchange, PlainWire, Reduced, Wire
+from msamp.comm.exchange import Exchange, PlainWire, Reduced, SummingWire, Wire
 from msamp.comm.grad_scaling import ABSENT, MU_RULES, AutoScale, GradScaling, proposals_of, propose_scales, scales_of
 from msamp.comm.statistics import SATURATED, SUM_SATURATED, Statistics
 from msamp.numerics.formats import Format
@@ -216,7 +216,7 @@ class BucketSender:
         wire, peers = self.wires[bucket.format], self.peers_of(bucket)
         weight = self.weight_of(bucket) if wire.format.scaled else 1.0
         if bucket in self.owner_sums:
-            assert isinstance(wire, PlainWire)
+            assert isinstance(wire, SummingWire)
             self._add(bucket, flat, factor, proposals)
             total, proposals = self.owner_sums.take(bucket)
             factor = torch.full_like(factor, 1 / weight)
@@ -264,7 +264,7 @@ class BucketSender:
     def _add(self, bucket: Bucket, flat: Tensor, factor: Tensor, proposals: Tensor) -> None:
         """Add a micro-batch to the sums at the owners."""
         wire = self.wires[bucket.format]
-        assert isinstance(wire, PlainWire)
+        assert isinstance(wire, SummingWire)
         self.owner_sums.add(bucket, wire.mean(bucket, flat, self.peers_of(bucket)), factor, proposals)
 
     @contextlib.contextmanager

@@ -15,7 +15,7 @@ in formats without scales (FP32, BF16) use `PlainWire` with every exchange.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -74,9 +74,20 @@ class Wire(Protocol):
         """
 
 
+@runtime_checkable
+class SummingWire(Wire, Protocol):
+    """A wire whose `reduce` computes the FP32 mean at the owner and rounds it once; gradient accumulation "owner" calls the two parts."""
+
+    def mean(self, bucket: Bucket, flat: torch.Tensor, peers: Peers) -> torch.Tensor:
+        """Return this rank's slice of the mean of the payloads `flat` over the ranks, FP32 [own elements]."""
+
+    def store(self, bucket: Bucket, mean: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
+        """Store the mean, which is `factor` (FP32 [parameters]) times too large, in the format of the bucket."""
+
+
 class PlainWire:
-    """FP32 or BF16 payloads, of which `reduce` computes the FP32 mean at the owner and rounds it once, as a derived class for scaled ones
-    does. The factor is 1, or the weight of the average (`msamp.comm.collectives`), which the payloads then contain."""
+    """FP32 or BF16 payloads, summed by their owner in FP32 and rounded once. The factor is 1, or the weight of the average
+    (`msamp.comm.collectives`), which the payloads then contain."""
 
     def __init__(self, fmt: Format) -> None:
         self.format = fmt
@@ -90,11 +101,9 @@ class PlainWire:
         return self.store(bucket, self.mean(bucket, flat, peers), factor, peers, shard)
 
     def mean(self, bucket: Bucket, flat: torch.Tensor, peers: Peers) -> torch.Tensor:
-        """Return this rank's slice of the mean of the payloads `flat` over the ranks, FP32 [own elements]."""
         return _mean(peers.all_to_all(flat, bucket.sizes, f"the gradients of {bucket}"))
 
     def store(self, bucket: Bucket, mean: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
-        """Store the mean, which is `factor` (FP32 [parameters]; here nothing) times too large, in the format of the bucket."""
         own = mean.to(self.format.dtype)
         return Reduced(own, None, None, own)
 

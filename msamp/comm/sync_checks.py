@@ -9,14 +9,14 @@ from torch import Tensor
 
 from msamp.comm.accumulate import ACCUMULATORS, OWNER
 from msamp.comm.collectives import OtherRanks, Peers
-from msamp.comm.exchange import Exchange, PlainWire, Wire
+from msamp.comm.exchange import Exchange, SummingWire, Wire
 from msamp.numerics.formats import Format
 
 
 def check_sums_in_fp32(exchange: Exchange, wires: Mapping[Format, Wire]) -> None:
     """Raise a ValueError unless the owner of a row can sum micro-batches in FP32."""
     for wire in wires.values():
-        if not (exchange.sums_in_fp32 and isinstance(wire, PlainWire)):
+        if not (exchange.sums_in_fp32 and isinstance(wire, SummingWire)):
             raise ValueError(
                 f"gradient accumulation {OWNER!r} requires FP32 sums at the owner, and gradient exchange {exchange} has none; choose "
                 f"exchange 'fp32-sum', or accumulation {', '.join(ACCUMULATORS)}"

@@ -100,4 +100,5 @@ class ExactGroups(Saved):
         return dequantize(payload, Block(1, 16).spread(scale_inv, payload.shape), dtype)
 
 
+AsItIs = Saved  # the name in blocks that were pickled before
 AS_IT_IS, IN_GROUPS, IN_EXACT_GROUPS = Saved(), GroupedFP8(), ExactGroups()

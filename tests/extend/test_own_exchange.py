@@ -49,7 +49,12 @@ class BF16Wire:
         return bucket.packed.pack(gradients, BF16, factor)
 
     def reduce(self, bucket: Bucket, flat: Tensor, factor: Tensor, peers: Peers, shard: bool) -> Reduced:
-        mean = sum_in_rank_order(peers.all_to_all(flat, bucket.sizes, f"the gradients of {bucket}")) / peers.ranks
+        return self.store(bucket, self.mean(bucket, flat, peers), factor, peers, shard)
+
+    def mean(self, bucket: Bucket, flat: Tensor, peers: Peers) -> Tensor:
+        return sum_in_rank_order(peers.all_to_all(flat, bucket.sizes, f"the gradients of {bucket}")) / peers.ranks
+
+    def store(self, bucket: Bucket, mean: Tensor, factor: Tensor, peers: Peers, shard: bool) -> Reduced:
         amax = torch.zeros_like(factor)
         for piece in bucket.owned:
             if piece.elements:
@@ -100,11 +105,11 @@ def spoiled(group: torch.distributed.ProcessGroup | None, bad: float) -> list[bo
     return [bool(fp32_values(p.main_grad).isfinite().all()) for p in model.values()]
 
 
-def averaged(exchange: str) -> dict[str, Any]:
+def averaged(exchange: str, **options: Any) -> dict[str, Any]:
     """One step of small gradients on every rank: what came out, and the bytes that this rank has sent."""
     rank = torch.distributed.get_rank()
     model = model_of(SHAPES)
-    sync: GradSync = synced(model, torch.distributed.group.WORLD, exchange=exchange, bucket_elements=3000)
+    sync: GradSync = synced(model, torch.distributed.group.WORLD, exchange=exchange, bucket_elements=3000, **options)
     gradients = {name: (rank + 1) * make("normal", shape, 10 * rank + i) for i, (name, shape) in enumerate(SHAPES.items())}
     sum((model[name] * g).sum() for name, g in gradients.items()).backward()
     sync.finish()
@@ -122,6 +127,7 @@ def on_every_rank(prefix: str, folder: str, level: str) -> dict[str, Any]:
     recorded = {"record_precision": f"{saved}.jsonl", "record_interval": STEPS}
     found["own"] = train(settings(prefix, level, BF16_SUM.name, save=saved, save_interval=SAVED, **recorded))
     found["again"] = train(settings(prefix, level, BF16_SUM.name, load=saved, ckpt_step=SAVED))
+    found["owner"] = averaged(BF16_SUM.name, accumulate="owner")
     return found | {exchange: averaged(exchange) for exchange in (BF16_SUM.name, "fp32-sum")}
 
 
@@ -194,6 +200,7 @@ def test_it_is_nearer_to_the_mean_than_two_roundings(ranks: list[dict[str, Any]]
         found[exchange] = measure(mean, values, payload, E4M3)
         for name in SHAPES:
             assert ranks[0][exchange]["averages"][name].equal(ranks[1][exchange]["averages"][name])
+            assert ranks[0][BF16_SUM.name]["averages"][name].equal(ranks[0]["owner"]["averages"][name]), "it has `mean` and `store`"
     own, other = found[BF16_SUM.name], found["fp32-sum"]
     assert own.sqnr_db > other.sqnr_db + 1, (own, other)
     assert own.underflow <= other.underflow

@@ -69,21 +69,24 @@ def taken(checkpoint: CheckpointConfig, saved: Saved | None) -> TakenFlags:
 def with_saved_scaling(precision: PrecisionConfig, saved: PrecisionConfig | None) -> PrecisionConfig:
     """Return the settings of a resume: scaling settings that are not set are taken from the checkpoint.
 
-    A recipe with other default casts than the saved one, such as coat after O2, keeps its own scaling.
+    A recipe with other default casts than the saved one, such as coat after O2, keeps its own scaling. A run that drops
+    `--as-published` and names another recipe is converted to it; it may not go on in the same one.
 
     Args:
         precision: of the run that resumes.
         saved: of the run that wrote the checkpoint; None if none is resumed.
 
     Raises:
-        ValueError: with each explicit setting that differs from the checkpoint's.
+        ValueError: with each explicit setting that differs from the checkpoint's, or if the two follow different papers.
     """
-    if saved is not None and saved.as_published != precision.as_published:
+    converts = saved is not None and precision.as_published is None and precision.requests and precision.named.name != saved.named.name
+    if saved is not None and saved.as_published != precision.as_published and not converts:
         was = f"computed with --as-published {saved.as_published}" if saved.as_published else "did not compute as a paper does"
         fix = f"add --as-published {saved.as_published}" if saved.as_published else "drop the flag"
+        convert = "" if precision.as_published else ", name another --precision to convert it"
         raise ValueError(
             f"the run that wrote the checkpoint {was}, and this one has --as-published {precision.as_published or 'not given'}: {fix} to "
-            "resume it, or add --finetune to start a new run from the weights"
+            f"resume it{convert}, or add --finetune to start a new run from the weights"
         )
     if saved is None or precision.named.gemm is None or precision.named.gemm != saved.named.gemm:
         return precision

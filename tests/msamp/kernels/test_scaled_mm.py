@@ -247,17 +247,26 @@ def calls_of_hopper(monkeypatch, shape, rule, left, right) -> dict:
     return called | {"tables": (a[1], b[1])}
 
 
-@pytest.mark.parametrize("shape", [(64, 256, 512), (33, 130, 500), (16, 16, 1024)], ids=str)
-def test_hopper_gets_square_blocks_as_cublas_reads_them(shape, monkeypatch):
+@pytest.mark.parametrize(
+    ("shape", "right"),
+    [*(((M, N, K), SQUARE) for M, N, K in ((64, 256, 512), (33, 130, 500), (16, 16, 1024), (40, 200, 768))), ((40, 200, 200), ROWS)],
+    ids=str,
+)
+def test_hopper_gets_blocks_as_cublas_reads_them(shape, right, monkeypatch):
     M, N, K = (-(-size // step) * step for size, step in zip(shape, (16, 16, 128), strict=True))
-    called = calls_of_hopper(monkeypatch, shape, "fp32", ROWS, SQUARE)
+    called = calls_of_hopper(monkeypatch, shape, "fp32", ROWS, right)
     (a, b), blocks = called["tables"], K // 128
     assert (called["a"].shape, called["b"].shape) == ((M, K), (K, N))
     assert (called["scale_a"].shape, called["scale_a"].stride()) == ((M, blocks), (1, M))
     assert called["scale_a"][: shape[0]].equal(a)
     assert called["scale_a"][shape[0] :].eq(1.0).all()
-    assert (called["scale_b"].shape, called["scale_b"].stride()) == ((blocks, -(-shape[1] // 128)), (1, blocks))
-    assert called["scale_b"].t().equal(b)
+    if right == SQUARE and blocks % 4 == 0:
+        assert (called["scale_b"].shape, called["scale_b"].stride()) == ((blocks, -(-shape[1] // 128)), (1, blocks))
+        assert called["scale_b"].t().equal(b)
+    else:  # also square blocks whose table cuBLAS cannot read as such
+        assert (called["scale_b"].shape, called["scale_b"].stride()) == ((blocks, N), (N, 1))
+        assert called["scale_b"].t()[: shape[1]].equal(b if right == ROWS else b.repeat_interleave(128, 0)[: shape[1]])
+        assert called["scale_b"].t()[shape[1] :].eq(1.0).all()
     assert called["use_fast_accum"] is False
 
 

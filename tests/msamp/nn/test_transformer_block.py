@@ -94,6 +94,7 @@ def test_copied_and_pickled_it_stays_fused_and_its_plain_state_loads_into_plain_
     for other in (copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
         assert other.fused
         assert torch.equal(other(x), expected)
+    assert pickle.loads(b"cmsamp.nn.saved_activations\nAsItIs\n)R.") == AS_IT_IS, "a block of an earlier commit"
     plain = block()
     plain.load_state_dict(msamp.plain_state_dict(converted))
     assert not plain.fused

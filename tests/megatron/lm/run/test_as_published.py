@@ -113,7 +113,9 @@ def two_processes(prefix: str, folder: str) -> dict[str, Any]:
             with pytest.raises(ValueError, match="the run that wrote the checkpoint computed with") as error:
                 trained(checkpoints.pointed(default, load=save))
             refused.append(str(error.value))
-        found[paper] = whole, resumed, refused
+        other = {"fp8-lm": "O1", "collage": "bf16", "coat": "bf16"}[paper]  # a named one converts, in FP8 and in BF16
+        converted = settings(prefix, paper, as_published=None, precision=other, ckpt_step=SAVED)
+        found[paper] = whole, resumed, refused, trained(checkpoints.pointed(converted, load=save))[0]
     return found
 
 
@@ -121,9 +123,10 @@ def test_two_processes_train_so_and_resume_only_so(tmp_path: Path):
     first, second = dist.run(two_processes, 2, str(tiny.write_data(tmp_path)), str(tmp_path / "runs"), timeout=600)
     assert all(runs[0][0][-1] < runs[0][0][0] - 0.1 for runs in first.values())
     for rank in (first, second):
-        for paper, (whole, resumed, refused) in rank.items():
+        for paper, (whole, resumed, refused, converted) in rank.items():
             losses, (everything, cut) = whole
             assert resumed[0] == losses[SAVED:]
             assert tiny.same(resumed[1][0], everything)
             assert not (cut and paper == "fp8-lm")
-            assert all(f"add --as-published {paper} to resume it" in message for message in refused)
+            assert converted == pytest.approx(losses[SAVED:], rel=0.01)
+            assert all(f"add --as-published {paper} to resume it, name another --precision" in message for message in refused)
