@@ -6,6 +6,7 @@ import pytest
 
 from helpers import dist, hosts
 from megatron.lm.processes import process_groups
+from megatron.lm.processes.cpu_home import cpu_home
 from tools.bench import bench_own_loop
 
 hosts.need("transformers")
@@ -22,8 +23,9 @@ def measured(case: str) -> dict:
 
 @pytest.fixture(autouse=True)
 def _alone():
-    yield
-    process_groups.shutdown()  # the trainer's case leaves the default group
+    with cpu_home():  # else the trainer's case leaves this process in it
+        yield
+    process_groups.shutdown()  # and the default group
 
 
 @pytest.mark.parametrize("case", ["trainer:bf16:captured", "msamp:fp32:eager", "torch:bf16:eager", "msamp:bf16:update"])
