@@ -1,9 +1,8 @@
 """PPO at O0 to O3 on a model's own answers, judged by a program: python examples/ppo.py --load MODEL --reward digits --opt-level O3
 
-TRL 1.16 has no PPO, and FP8-LM's Table 4 is about PPO. The policy and a value model (the same with a head of one output) are trained; the
-reference is frozen, in one byte per linear weight at O1 to O3. transformers samples from the weights in training, in the tokenizer's chat
-template. A token's reward is minus --kl-coef times its divergence from the reference; an answer's last token also gets the judge's, 0 to 1.
-Prints each step, and the memory of all models as Table 4 counts it. --save writes the masters in FP32, which keep small updates.
+The policy and a value model (the same with a head of one output) are trained; the reference is frozen, in one byte per linear weight at O1
+to O3. transformers samples at temperature 1, in the tokenizer's chat template. A token's reward is minus --kl-coef times its divergence
+from the reference; an answer's last token also gets the judge's, 0 to 1. No reward model, no resuming; gamma, lambda, clip ranges: fixed.
 """
 
 import argparse
@@ -30,6 +29,8 @@ FLAGS = {  # default, lowest, highest, meaning
     "max-new-tokens": (32, 1, 10**6, "most tokens of an answer"), "seed": (1234, 0, 2**31, "of questions, samples and roundings"),
     "lr": (1e-6, 0, 1, "peak learning rate, followed by a cosine to 0"), "kl-coef": (0.05, 0, 1e6, "penalty per nat of divergence"),
 }  # fmt: skip
+COLUMNS = ("model", "parameters", "models", "recipe", "dtype", "reward", "global_batch_size", "steps", "seed", "reward_first",
+    "reward_last", "kl_last", "s_per_step", "rollout_tokens_per_s", "weight_mib", "state_mib", "gradient_mib", "peak_mib")  # fmt: skip
 
 
 def judge(reward: str, answer: str, total: str) -> float:
@@ -99,8 +100,7 @@ class PPO:
         asked, attended = (prompts[name].to(policy.device) for name in ("input_ids", "attention_mask"))
         models.check_positions(policy, asked.shape[1] + args.max_new_tokens, "a prompt plus --max-new-tokens")
         answers = policy.generate(input_ids=asked, attention_mask=attended)[:, asked.shape[1] :]
-        ends = (answers == words.eos_token_id).long()
-        mask = ends.cumsum(-1) == ends  # up to the first end of text
+        mask = (ends := (answers == words.eos_token_id).long()).cumsum(-1) == ends  # up to the first end of text
         decoded = words.batch_decode([row[inside].tolist() for row, inside in zip(answers, mask, strict=True)], skip_special_tokens=True)
         rewards = [judge(args.reward, text, str(a + b)) for text, (a, b) in zip(decoded, pairs, strict=True)]
         tokens, attended = torch.cat([asked, torch.where(mask, answers, words.pad_token_id)], 1), torch.cat([attended, mask.long()], 1)
@@ -111,10 +111,11 @@ class PPO:
         """Do a step, counted from 0, and return its measurements."""
         args, began = self.args, time.perf_counter()
         torch.manual_seed(args.seed * 1_000_003 + number)
-        for group in (group for optimizer in self.optimizers.values() for group in optimizer.param_groups):
-            group["lr"] = args.lr * 0.5 * (1 + math.cos(math.pi * number / max(1, args.train_iters - 1)))
+        for name, peak in (("policy", args.lr), ("value", args.value_lr)):
+            for group in self.optimizers[name].param_groups:
+                group["lr"] = peak * 0.5 * (1 + math.cos(math.pi * number / max(1, args.train_iters - 1)))
         inputs, mask, rewards = self.sample()
-        sampled, (size, count) = time.perf_counter() - began, mask.shape
+        sampled, losses, (size, count) = time.perf_counter() - began, {"policy": [], "value": []}, mask.shape
         with torch.no_grad():
             before, expected = self.log_probs("policy", inputs, count), self.outputs("value", inputs, count)[..., 0]
             divergence = torch.where(mask, before - self.log_probs("reference", inputs, count), 0)
@@ -122,7 +123,6 @@ class PPO:
             penalized[torch.arange(size, device=mask.device), mask.sum(-1) - 1] += rewards
             gains, returns = advantages(penalized, expected, mask, GAMMA, LAM)
             gains = (gains - gains[mask].mean()) * torch.rsqrt(gains[mask].var(correction=0) + 1e-8)
-        losses: dict[str, list[float]] = {"policy": [], "value": []}
         for chosen in (part for _ in range(args.ppo_epochs) for part in torch.randperm(size).to(mask.device).split(args.mini_batch_size)):
             part, inside = {name: x[chosen] for name, x in inputs.items()}, mask[chosen]
             for name, optimizer in self.optimizers.items():
@@ -136,10 +136,9 @@ class PPO:
                 optimizer.zero_grad()
                 losses[name].append(loss.item())
         if not math.isfinite(sum(map(sum, losses.values()))):
-            raise RunStopped(f"a loss of step {number + 1} is not finite ({losses}): give a lower --lr")
-        error, kl = sum(losses["value"]) / len(losses["value"]), divergence.sum(-1).mean().item()
-        return {"reward": rewards.mean().item(), "kl": kl, "value_loss": error, "tokens": mask.sum().item(), "sampled": sampled,
-                "seconds": time.perf_counter() - began}  # fmt: skip
+            raise RunStopped(f"a loss of step {number + 1} is not finite ({losses}): give a lower --lr or --value-lr")
+        return {"reward": rewards.mean().item(), "kl": divergence.sum(-1).mean().item(), "tokens": mask.sum().item(), "sampled": sampled,
+                "value_loss": sum(losses["value"]) / len(losses["value"]), "seconds": time.perf_counter() - began}  # fmt: skip
 
 
 @exit_codes.command
@@ -149,19 +148,29 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--reward", required=True, choices=QUESTIONS, help="the answer's share of digits, or the right sum")
     parser.add_argument("--opt-level", default="O2", choices=("O0", "O1", "O2", "O3"), help="(default: %(default)s)")
     parser.add_argument("--dtype", default="bf16", choices=models.DTYPES, help="of the weights before the level (default: %(default)s)")
-    parser.add_argument("--save", type=arguments.path, help="new folder for the trained policy")
+    parser.add_argument("--save", type=arguments.path, help="new folder for the trained policy, in FP32, which keeps small updates")
     parser.add_argument("--rows", type=arguments.output_file, help="append rewards, memory and speed to this CSV file")
     parser.add_argument("--commit", type=arguments.name, help="commit hash for --rows if the tree is not a git checkout")
     for flag, (default, _, _, meaning) in FLAGS.items():
         parser.add_argument(f"--{flag}", type=type(default), default=default, help=f"{meaning} (default: %(default)s)")
+    parser.add_argument("--value-lr", type=float, help="peak learning rate of the value model (default: --lr)")
     args = parser.parse_args(argv)
-    for flag, (_, low, high, _) in FLAGS.items():
+    args.value_lr = args.lr if args.value_lr is None else args.value_lr
+    for flag, (_, low, high, _) in (FLAGS | {"value-lr": FLAGS["lr"]}).items():
         if not low <= (value := getattr(args, flag.replace("-", "_"))) <= high:
             parser.error(f"--{flag} {value} is out of range: give {low} to {high}")
-    if args.save is not None and args.save.exists():
-        parser.error(f"--save {args.save} exists: choose a new folder")
     if torch.distributed.is_torchelastic_launched():
         parser.error("this loop supports one process: start it without torchrun")
+    machine = rows.machine(args.commit)
+    if args.rows is not None:
+        rows.check(args.rows, [*machine, *COLUMNS])
+    folders = (args.save, args.save.parent / f"{args.save.name}.partial") if args.save else ()  # the second is renamed when whole
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True)
+            folder.rmdir()
+        except OSError as error:
+            parser.error(f"--save {folder} cannot be made ({error.strerror}): choose a new folder")
     ppo, measured = PPO(args), []
     for number in range(args.train_iters):
         measured.append(ppo.step(number))
@@ -177,13 +186,14 @@ def main(argv: list[str] | None = None) -> None:
            "dtype": args.dtype, "reward": args.reward, "global_batch_size": args.global_batch_size, "steps": len(measured),
            "seed": args.seed, "reward_first": first, "reward_last": last, "kl_last": f"{measured[-1]['kl']:.4f}",
            "s_per_step": f"{seconds / len(timed):.4f}", "rollout_tokens_per_s": f"{tokens / sampled:.1f}"} | memory  # fmt: skip
-    if args.save is not None:
+    for folder in folders[1:]:
         exported = models.load_model(args.load, "AutoModelForCausalLM", torch.float32, "cpu")
         exported.load_state_dict(msamp.plain_state_dict(ppo.models["policy"], ppo.optimizers["policy"], torch.float32))
-        exported.save_pretrained(args.save)
-        ppo.words.save_pretrained(args.save)
+        exported.save_pretrained(folder)
+        ppo.words.save_pretrained(folder)
+        folder.rename(args.save)
     if args.rows is not None:
-        rows.append(args.rows, [rows.machine(args.commit) | row])
+        rows.append(args.rows, [machine | row])
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def test_programs_judge(ppo):
 
 
 @pytest.mark.parametrize("level", ["O0", "O3"])
-def test_a_run_learns_repeats_and_is_a_row(ppo, toy, tmp_path, capsys, level):
+def test_a_run_repeats_and_is_a_row(ppo, toy, tmp_path, capsys, level):
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
@@ -78,13 +78,38 @@ def test_a_run_learns_repeats_and_is_a_row(ppo, toy, tmp_path, capsys, level):
     assert (weights, states, gradients) == pytest.approx({"O0": (2, 8, 4 / 3), "O3": (1.2, 3.35, 0.8)}[level], rel=0.02)
 
 
+def test_the_reward_rises(ppo, toy, capsys):
+    with torch.random.fork_rng():
+        assert ppo.main(words(toy, **{"opt-level": "O3", "train-iters": 12})) == 0
+    rewards = [float(reward) for reward in re.findall(r"reward (\S+)", capsys.readouterr().out)]
+    assert sum(rewards[-4:]) > sum(rewards[:4])  # a flipped sign of the policy's loss ends below
+
+
+def test_the_value_model_has_its_own_rate(ppo, toy, capsys):
+    printed = []
+    for rate in (0, 3e-3):
+        with torch.random.fork_rng():
+            assert ppo.main(words(toy, **{"opt-level": "O0", "train-iters": 1, "lr": 0, "value-lr": rate})) == 0
+        printed.append(re.findall(r"(reward .*)  value loss (\S+)", capsys.readouterr().out)[0])
+    assert (printed[0][0], printed[0][1] != printed[1][1]) == (printed[1][0], True)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [({"reward": "wit"}, "invalid choice: 'wit'"), ({"kl-coef": "nan"}, "--kl-coef nan is out of range: give 0 to 1000000"),
      ({"lr": 2}, "--lr 2.0 is out of range: give 0 to 1"), ({"ppo-epochs": 0}, "--ppo-epochs 0 is out of range: give 1 to 1000"),
-     ({"opt-level": "O9"}, "choice: 'O9'"), ({"max-new-tokens": 600}, "positions for 512 tokens"), ({"save": "."}, "--save . exists")],
+     ({"opt-level": "O9"}, "choice: 'O9'"), ({"max-new-tokens": 600}, "positions for 512 tokens"), ({"save": "."}, "--save . cannot be"),
+     ({"value-lr": -1}, "--value-lr -1.0 is out of range: give 0 to 1"), ({"save": f"{__file__}/x"}, "cannot be made (Not a directory)")],
 )  # fmt: skip
 def test_bad_flags_are_refused(ppo, toy, tmp_path, capsys, settings, message):
     code = refusals.code(ppo.main, words(toy, rows=tmp_path / "rows.csv", **settings))
     assert (code, message in capsys.readouterr().err) == (2, True)
     assert not (tmp_path / "rows.csv").exists()
+
+
+@pytest.mark.parametrize(("flag", "message"), [("save", "save.partial cannot be made (File exists)"), ("rows", "write to another file")])
+def test_outputs_are_refused_before_the_models_load(ppo, tmp_path, capsys, flag, message):
+    (tmp_path / "save.partial").mkdir()
+    (tmp_path / "rows").write_text("date,commit\n")
+    code = refusals.code(ppo.main, words(tmp_path / "none", **{flag: tmp_path / flag}))
+    assert (code, message in capsys.readouterr().err) == (2, True)
