@@ -8,11 +8,13 @@
 # hadolint global ignore=DL3013
 # Packages have their versions in the arguments below and in setup.py, where the linter does not look.
 #
-# All run without root, as user 10001. Packages are those of the lock file, by hash, but for torch, Triton (in `gpu` and `peers` torch's own), and
-# what `peers` compiles. Base images are named by digest: Python's is of docker-library/repo-info (2026-08-25), NVIDIA's are those that other
-# public projects pin for these tags.
+# All run without root, as user 10001. Packages are those of the lock file, by hash. Not by hash: torch with what it requires (in `gpu` and `peers`
+# its own Triton, CUDA's libraries and setuptools, which torch 2.11 wants below 82); in `peers` also setuptools, wheel, ninja, pybind11, Transformer
+# Engine, flash-attn, and what these require beyond the lock file. Base images are named by digest: Python's is of docker-library/repo-info
+# (2026-08-25), NVIDIA's are those that other public projects pin for these tags.
 #
-# A torch build decides the CUDA version. Another one: --build-arg GPU_TORCH=torch==2.12.0 --build-arg GPU_INDEX=... --build-arg CUDA=...
+# A torch build decides the CUDA version. Another one: --build-arg GPU_TORCH=torch==2.12.0 --build-arg GPU_INDEX=... and the whole name of a base
+# image, --build-arg CUDA=nvidia/cuda:TAG@sha256:DIGEST, for `peers` --build-arg CUDA_DEVEL=... with cuDNN's headers.
 ARG PYTHON=python:3.12-slim-bookworm@sha256:0f5b26b9518d002b6173fd61daad821fa340635ebfec5bba471013f9ca114579
 ARG CUDA=nvidia/cuda:13.0.1-runtime-ubuntu24.04@sha256:c3fde347d52d578c84fd644bc177bc7ec333feaf11550d990da4084d7612e4c7
 ARG CUDA_DEVEL=nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04@sha256:8b2705ea7a8653ad3451b46ab835eced92d77b44e671b9cf3ad4f95fbb2efe5e
@@ -84,7 +86,7 @@ COPY megatron megatron
 COPY tools tools
 COPY examples examples
 # Both peers compile against the torch that is installed, hence without a build environment of their own.
-RUN python3 -m pip install --no-cache-dir setuptools==80.9.0 wheel==0.45.1 ninja==1.13.0 packaging==25.0 pybind11==3.0.1 psutil==7.1.0 \
+RUN python3 -m pip install --no-cache-dir setuptools==80.9.0 wheel==0.45.1 ninja==1.13.0 pybind11==3.0.1 \
  && NVTE_FRAMEWORK=pytorch TORCH_CUDA_ARCH_LIST="$GPU_ARCHITECTURES" MAX_JOBS=4 \
     python3 -m pip install --no-cache-dir --no-build-isolation --config-settings editable_mode=compat -e '.[gpu,peers]' \
  && mkdir -p runs data && chmod 1777 runs data

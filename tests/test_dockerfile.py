@@ -90,8 +90,13 @@ def test_an_image_is_installed_by_hash_from_one_source_per_name_on_a_base_with_a
     bases = dict(rest.split("=", 1) for word, rest in STAGES[""] if word == "ARG")
     (base,) = (rest for word, rest in STAGES[stage] if word == "FROM")
     assert re.fullmatch(r"[a-z/]+:[^@]+@sha256:[0-9a-f]{64}", bases[base.split("}")[0].removeprefix("${")])
-    installs = [rest for word, rest in STAGES[stage] if word == "RUN" and "pip install" in rest]
-    assert "--no-deps --require-hashes" in installs[0]
+    first, *others = (line for word, rest in STAGES[stage] if word == "RUN" for line in re.findall("pip install [^&]*", rest))
+    assert "--no-deps --require-hashes" in first
+    unhashed = [line for line in others if "--no-deps" not in line]
+    assert '"${}_TORCH" --index-url "${}_INDEX"'.replace("{}", "CPU" if stage == "cpu" else "GPU") in unhashed[0]
+    pinned = {name for line in unhashed for name in re.findall(r"([\w-]+)==", line)}
+    assert pinned == ({"setuptools", "wheel", "ninja", "pybind11"} if stage == "peers" else set())
+    assert ["'.[gpu,peers]'" in line for line in unhashed[1:]] == ([False, True] if stage == "peers" else [])
     assert "--extra-index-url" not in (ROOT / "Dockerfile").read_text(encoding="utf-8")
     assert ("USER", "10001:10001") in STAGES[stage]
 

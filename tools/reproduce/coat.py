@@ -29,7 +29,7 @@ GAIN = "norm input: groups of 16 channels above one scale, worst token"
 
 
 def states(task: Task) -> Iterator[Finding]:
-    """Measure the ranges of the moments, and the error of the update from stored moments, with `tools/reproduce/coat_states.py`."""
+    """Measure the ranges of the moments, and the error of the update from stored moments, by `coat_states.measured`."""
     steps, shape = SHAPES[task.size]
     data = ROOT / ENWIK8 if task.size == "full" else byte_data(task.text, task.folder / "bytes")
     saved = task.folder / f"bf16_{steps}"
@@ -48,12 +48,12 @@ def states(task: Task) -> Iterator[Finding]:
 
 
 def activations(task: Task) -> Iterator[Finding]:
-    """Measure the error of saved activations by granularity, with `tools/reproduce/coat_activations.py`."""
+    """Measure the error of saved activations by granularity, by `coat_activations.read_model`."""
     yield from of_layers(read_model(ROOT / SMOLLM2, task.text))
 
 
 def of_layers(measured: Sequence[Row]) -> Iterator[Finding]:
-    """Summarize the rows of --hf-model: the layer with the largest peak, the worst layer of each measure, and the gain of groups."""
+    """Summarize the rows of `read_model`: the layer with the largest peak, the worst layer of each measure, and the gain of groups."""
     gains = {}
     for what in (*KEPT, SWIGLU):
         of_input = [row for row in measured if row["what"] == what]

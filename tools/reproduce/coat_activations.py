@@ -232,6 +232,6 @@ def read_model(folder: Path, text: Path, sequences: int = 4, length: int = 128) 
     tokens = torch.tensor(read[:wanted]).view(sequences, length)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_model(folder, "AutoModelForCausalLM", torch.bfloat16, device).eval()
-    check_positions(model, length, "--length")
+    check_positions(model, length, "length")
     check_vocabulary(model, tokenizer)
     return layer_rows(model, tokens.to(device))

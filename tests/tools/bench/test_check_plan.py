@@ -1,13 +1,14 @@
 """The comparison of predictions with rows: which rows it takes, what proves something, and that the limits hold."""
 
 import csv
+import re
 import subprocess
 
 import pytest
 
 from tools.bench import check_plan, rows
 from tools.bench.check_plan import FITTED, GRID, STEP
-from tools.measurements import read
+from tools.measurements import ROOT, read
 
 # Trees that used more than planned: tensor-parallel ranks up to 0.6 GiB (it is not known where), context-parallel ranks 2 to 3 GiB, and
 # graphs that left the last eager cast of the experts' weights in memory.
@@ -17,6 +18,19 @@ OUTSIDE = {(row["commit"], row["case"]) for row in read("docs/results/planner_ou
 
 def row(file: str, **wanted: str):
     return next(row for row in read(file) if wanted.items() <= row.items())
+
+
+def test_rates_and_fitted_steps_are_of_rows_that_are_there():
+    known = set()
+    for rate in read("megatron/lm/planning/rates.csv"):
+        files = re.findall(r"(tools/\S+\.(?:csv|md))(?: at (\w+))?", rate["source"])
+        assert files or rate["source"].endswith("probe of two H200s outside the repository"), rate
+        known |= {(file, commit or rate["commit"]) for file, commit in files}
+    for file, commit in known:
+        there = [row["commit"] for row in read(file)] if file.endswith(".csv") else (ROOT / file).read_text(encoding="utf-8")
+        assert commit in there, (file, commit)
+    for file, *key in FITTED:
+        assert any([row[name] for name in ("commit", "case", "micro_batch")] == key for row in read(file)), (file, key)
 
 
 def test_judged_rows_lie_within_the_limits_but_for_those_whose_cause_is_told():

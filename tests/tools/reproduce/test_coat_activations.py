@@ -76,7 +76,7 @@ def test_a_model_of_transformers_reads_a_text_and_what_does_not_serve_is_refused
         for model, text, length, message in (
             ("none", "text", 8, "has no config.json: give the folder of a transformers model"),
             ("model", "short", 8, "has 3 tokens, but 8 are needed: give a longer one"),
-            ("model", "text", 80, "--length is 80, but LlamaForCausalLM has positions for 64 tokens"),
+            ("model", "text", 80, "^length is 80, but LlamaForCausalLM has positions for 64 tokens"),
         ):
             with pytest.raises(ValueError, match=message):
                 coat_activations.read_model(tmp_path / model, tmp_path / text, 1, length)
