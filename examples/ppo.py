@@ -132,7 +132,7 @@ class PPO:
                     loss = value_loss(self.outputs(name, part, count)[..., 0], expected[chosen], returns[chosen], inside)
                 loss.backward()
                 optimizer.step()
-                self.held[name] = stored(self.models[name], optimizer)
+                self.held[name] = stored(self.models[name], optimizer) if number == 0 else self.held[name]  # stays the same
                 optimizer.zero_grad()
                 losses[name].append(loss.item())
         if not math.isfinite(sum(map(sum, losses.values()))):
@@ -164,8 +164,8 @@ def main(argv: list[str] | None = None) -> None:
     machine = rows.machine(args.commit)
     if args.rows is not None:
         rows.check(args.rows, [*machine, *COLUMNS])
-    folders = (args.save, args.save.parent / f"{args.save.name}.partial") if args.save else ()  # the second is renamed when whole
-    for folder in folders:
+    partial = args.save and args.save.parent / f"{args.save.name}.partial"  # renamed when whole
+    for folder in filter(None, (args.save, partial)):
         try:
             folder.mkdir(parents=True)
             folder.rmdir()
@@ -186,12 +186,12 @@ def main(argv: list[str] | None = None) -> None:
            "dtype": args.dtype, "reward": args.reward, "global_batch_size": args.global_batch_size, "steps": len(measured),
            "seed": args.seed, "reward_first": first, "reward_last": last, "kl_last": f"{measured[-1]['kl']:.4f}",
            "s_per_step": f"{seconds / len(timed):.4f}", "rollout_tokens_per_s": f"{tokens / sampled:.1f}"} | memory  # fmt: skip
-    for folder in folders[1:]:
+    if partial is not None:
         exported = models.load_model(args.load, "AutoModelForCausalLM", torch.float32, "cpu")
         exported.load_state_dict(msamp.plain_state_dict(ppo.models["policy"], ppo.optimizers["policy"], torch.float32))
-        exported.save_pretrained(folder)
-        ppo.words.save_pretrained(folder)
-        folder.rename(args.save)
+        exported.save_pretrained(partial)
+        ppo.words.save_pretrained(partial)
+        partial.rename(args.save)
     if args.rows is not None:
         rows.append(args.rows, [machine | row])
 
