@@ -52,7 +52,6 @@ from msamp.optim.clip import check_max_norm, clip_coefficient
 from msamp.optim.masters import belongs
 from msamp.optim.states import copy_of_rows, is_scaled, local, make_master, payload, weight_format
 from msamp.optim.updates import MASTER
-from msamp.parallel.fp8_reduce_scatter import format_of, use_fp8_reduce_scatter
 from msamp.parallel.fsdp import FSDP, check_cut, rows_of, sharded_casts
 from msamp.parallel.sharded_weight import ShardedWeight
 
@@ -201,7 +200,7 @@ def optimizer(
     clip_grad: float | None = None,
     master_rounding: str | None = None,
     moment_rounding: str | None = None,
-    reduce_format: str | None = None,
+    reduce_format: None = None,
     fp8_min_gain: float = 1.0,
     seed: int = 0,
 ) -> ShardedOptimizer:
@@ -216,18 +215,15 @@ def optimizer(
         recipe, opt_level, fp8_recipe: as passed to `prepare`.
         clip_grad: clip the global gradient norm to this in `step`.
         master_rounding, moment_rounding, fp8_min_gain, seed: as in `msamp.initialize`; the bits do not depend on the number of ranks.
-        reduce_format: "fp8-e4m3" or "fp8-e5m2": ranks send the gradients of FP8 layers' weights in this format, at one byte per element,
-            with the smallest of their scales, and sum them in FP32 (`msamp.parallel.fp8_reduce_scatter`). Other gradients, such as those of
-            norms, biases and embeddings, are reduced by FSDP2. None: FSDP2 reduces all gradients, in the policy's reduce_dtype, with
-            the least rounding; over NVLink, where the wire is not the limit, that is also the fastest.
+        reduce_format: removed after version 0.2.0; None.
 
     Raises:
         ValueError: if the recipe differs from `prepare`'s, a parameter is not sharded or is sharded differently, the optimizer was built
-            before `fully_shard`, the ranks' models have different weights, the reduce format is unknown, or this torch cannot replace
-            FSDP2's reduce-scatter.
+            before `fully_shard`, the ranks' models have different weights, or a reduce format is given.
     """
     chosen = _recipe(recipe, opt_level, fp8_recipe, master_rounding, moment_rounding)
-    reduced = None if reduce_format is None else format_of(reduce_format)
+    if reduce_format is not None:
+        raise ValueError(f"reduce_format {reduce_format!r} was removed: over NVLink it was slower than FSDP2's own; leave it out")
     if clip_grad is not None:
         check_max_norm(clip_grad)
     check_min_gain(fp8_min_gain)
@@ -264,7 +260,6 @@ def optimizer(
     low.fp8_min_gain = fp8_min_gain
     low.take_masters(masters)
     retire(given, low)
-    use_fp8_reduce_scatter(model, dict.fromkeys(casts, True), reduced)
     return low
 
 

@@ -5,11 +5,11 @@
     NCCL_P2P_DISABLE=1 torchrun ...                                                             without NVLink: the wire counts
 
 A case is `bf16` (plain torch), `torchao` (its FP8 linear layers with FP8 all-gather; pip install torchao), `O1`, `O2`, `O3` or `coat`
-(ours; `coat` keeps inputs of norms and SwiGLU in FP8 groups), each also with `compile`: every block compiled by torch.compile, and `graph`:
-the step as one CUDA graph (`msamp.capture`). Ours also with `fp8-reduce`: gradients of linear layers are sent in E4M3
-(`msamp.parallel.fp8_reduce_scatter`), and with `fused`: the model's blocks are `msamp.TransformerBlock`, of the same shapes. Parameters are
-FP32, gathered and reduced in BF16 unless they are in FP8; each block is sharded separately. Every rank has its own random tokens, the same
-in every case and step, so that the loss of the last step shows how well each case has memorized them. Measurements are appended to --csv.
+(ours; `coat` keeps inputs of norms and SwiGLU in FP8 groups), each also with `compile`: every block compiled by torch.compile, and
+`graph`: the step as one CUDA graph (`msamp.capture`). Ours also with `fused`: the model's blocks are `msamp.TransformerBlock`, of the same
+shapes. Parameters are FP32, gathered and reduced in BF16 unless they are in FP8; each block is sharded separately. Every rank has its own
+random tokens, the same in every case and step, so that the loss of the last step shows how well each case has memorized them. Measurements
+are appended to --csv.
 
 Columns: `p2p`, whether NCCL may use the link between GPUs; `ms` of rank 0; `peak_gib` and `rest_gib` (between steps) of the fullest rank;
 `loss` of the first and the last step, mean over ranks.
@@ -42,7 +42,7 @@ from tools.bench.training_steps import link, memory_columns, step_times, time_co
 
 CASES = ("bf16", "torchao", "O1", "O2", "O3", "coat")
 OURS = ("O1", "O2", "O3", "coat")
-WORDS, OUR_WORDS = ("compile", "graph"), ("fp8-reduce", "fused")
+WORDS, OUR_WORDS = ("compile", "graph"), ("fused",)
 DEFAULT_CASES = ("bf16", "bf16 compile", "torchao", "torchao compile", "O2")
 EAGER_BEFORE_GRAPH = 20  # further steps before those that are measured: 16 until the scales are delayed, 3 eager ones, the capture
 EPS = torch.finfo(torch.bfloat16).eps  # of torch's RMSNorm without an eps, for input in BF16
@@ -158,7 +158,7 @@ def build(text: str, options: argparse.Namespace, device: torch.device) -> tuple
     if kind == "bf16":
         return model, adam, adam.step
     if kind != "torchao":
-        low = fsdp.optimizer(model, adam, kind, reduce_format="fp8-e4m3" if "fp8-reduce" in words else None, fp8_min_gain=0)
+        low = fsdp.optimizer(model, adam, kind, fp8_min_gain=0)
         return model, low, low.step
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
