@@ -1,14 +1,11 @@
 """Bytes on the wire against the rows that the counters of a real run wrote, and by the formulas of ring collectives."""
 
-import csv
-from pathlib import Path
-
 import pytest
 
 from megatron.lm.config.cli import parse_args
 from megatron.lm.planning import wire
+from tools.measurements import read
 
-ROOT = Path(__file__).resolve().parents[4]
 MIB = 2**20
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 COLUMNS = {
@@ -18,8 +15,8 @@ COLUMNS = {
 
 
 def measured() -> list[dict[str, str]]:
-    with (ROOT / "tools/bench/results/grid.csv").open(newline="") as stream:
-        rows = [row for row in csv.DictReader(stream) if row["level"] and row["tp"] == "2" and row["pp"] == "1" and row["gpus"] == "2"]
+    table = read("tools/bench/results/grid.csv")
+    rows = [row for row in table if row["level"] and row["tp"] == "2" and row["pp"] == "1" and row["gpus"] == "2"]
     return [row for row in rows if row["date"] >= TODAYS or row["level"] not in ("O1", "O2")]
 
 
@@ -44,10 +41,9 @@ def check_tensor_parallel(row: dict[str, str]) -> None:
 
 
 def counted() -> list[dict[str, str]]:
-    with (ROOT / "tools/bench/results/grid.csv").open(newline="") as stream:
-        rows = [row for row in csv.DictReader(stream) if "--context-parallel-size 2" in row["case"] and row["tp"] == "1"]
-    # An all-to-all with FP8 attention sends its gradients in another format since.
-    return [row for row in rows if not ("a2a" in row["case"] and "--attention-precision fp8" in row["case"])]
+    rows = [row for row in read("tools/bench/results/grid.csv") if "--context-parallel-size 2" in row["case"] and row["tp"] == "1"]
+    # An all-to-all with FP8 attention sent its gradients in another format before this day.
+    return [row for row in rows if row["date"] >= "2026-11-29" or not ("a2a" in row["case"] and "--attention-precision fp8" in row["case"])]
 
 
 def test_what_context_parallel_ranks_send_is_what_was_counted():
@@ -63,7 +59,8 @@ def check_context_parallel(row: dict[str, str]) -> None:
     # first: those of the keys that its queries attend to. They are a third of all bytes, and a quarter if keys and values travel once more.
     ring = config.precision.attention_precision == "fp8" and not config.parallel.shares_heads
     mean = sent * (1 - 1 / 4 / (4 if config.training.recompute_granularity == "full" else 3)) if ring else sent
-    assert mean / MIB == pytest.approx(float(row["activation_mib"]), abs=2e-3)  # eager steps also send a few amaxes
+    few = 0.04 * config.model.num_layers if config.precision.attention_precision == "fp8" else 2e-3  # sums per channel; eager steps: amaxes
+    assert mean / MIB == pytest.approx(float(row["activation_mib"]), abs=few)
     assert wire.by_kind(config, 2)["keys and values"] == sent
 
 
