@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 LINTED = msamp megatron tools tests docs examples setup.py
 # Tests that need the extra `integrations`: by host, and of our file for a host.
 HOST_TESTS = tests/integrations $(addprefix tests/msamp/integrations/test_,accelerate.py lightning.py transformers.py)
-# Files with tests of what the extras `eval` and `wandb` bring; `--extras` leaves out those that `make test` has run.
+# Files with tests of what the extras `eval` and `wandb` bring. Here and in hosts `--extras` leaves out the tests that `make test` has run.
 EXTRA_TESTS = tests/megatron/lm/evaluation tests/megatron/lm/tools/test_evaluate.py \
   tests/megatron/lm/tools/convert/test_fp8_export.py \
   tests/megatron/lm/run/reports/test_weights_and_biases.py
@@ -107,7 +107,7 @@ test: $(READY) ## every test that needs no GPU, but for the nightly ones (JOBS=n
 
 test-hosts: override PYTHON = .venv-hosts/bin/python
 test-hosts: .venv-hosts/.installed ## the tests in transformers, accelerate, peft, Lightning, timm, torchvision, TRL and diffusers, which it installs
-	REQUIRE_HOSTS=1 $(PARALLEL) $(HOST_TESTS) $(ARGS)
+	REQUIRE_HOSTS=1 $(PARALLEL) --extras $(HOST_TESTS) $(ARGS)
 
 test-newest: override PYTHON = .venv-newest/bin/python
 test-newest: .venv-newest/.installed ## tests of model, data, training and checkpoints on Python 3.12 with the newest torch and megatron-core

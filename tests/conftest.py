@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--shard", default="1/1", metavar="I/N", help="of the tests that are left, the files of part I of N, of about equal time"
     )
-    parser.addoption("--extras", action="store_true", help="only the tests that ask for a package of an extra; the others pass without")
+    parser.addoption("--extras", action="store_true", help="only the tests that ask for a package of an extra other than dev")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

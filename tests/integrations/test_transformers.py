@@ -157,6 +157,6 @@ def loss_of_tokens(model: torch.nn.Module, step: int, rows: int) -> torch.Tensor
     return model(input_ids=tokens, labels=tokens).loss
 
 
-@pytest.mark.nightly  # make test-hosts runs it every time
+@pytest.mark.nightly(20)
 def test_a_compiled_model_trains_alike():
     host_loops.check_the_compiled_model_trains_alike(functools.partial(gpt2, layers=1), loss_of_tokens)
