@@ -11,7 +11,7 @@ the experts it computes the tokens of all N, and has 1 / N of their choices. Per
     exchange     bytes and latency of the collectives (`megatron.lm.planning.wire.expert_parallel`), bytes of the sums of N processes
 
 and per step the casts of the FP8 weights to operands, 3 E F H * rate. The rates of products are a fit to four models
-(`tools/bench/results/grouped.csv`), rates of rows come from the layers of `bench_experts` and from a step at O0.
+(`tools/bench/results/grouped.csv`), rates of rows come from the layers of `experts.csv` and from a step at O0.
 
 Loads were balanced in the benchmarks. How much slower an uneven load is is not known in general: products with Zipf's load take 5 to 9 %
 longer, and with N processes all wait for the one with most rows. Nor are the FP32 products of the router counted. Eager steps, in which the

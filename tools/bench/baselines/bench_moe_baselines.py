@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from megatron.lm.config.presets import PRESETS, published_vocabulary
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count
+from msamp.kernels import ops
 from tools.bench import rows
-from tools.bench.bench_experts import FP8_ALIGNMENT, GroupedMM, grouped_layer, torchao_fp8
 from tools.bench.bench_kernels import BF16
 from tools.bench.training_steps import synchronize
 
@@ -46,6 +46,10 @@ CASES = {
 }
 PRESET = "olmoe-1b-7b"
 WARM_UP = 3
+FP8_ALIGNMENT = 16  # rows of 16 bytes, which torch's grouped weight gradient requires
+
+GroupedMM = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(rows sorted by expert [rows, inputs], weights [experts, inputs, outputs], end of each expert's rows) -> [rows, outputs]."""
 
 
 class Work(NamedTuple):
@@ -110,6 +114,38 @@ class MasterWeights:
 def next_token_loss(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross-entropy, in FP32."""
     return F.cross_entropy(F.linear(hidden, head).float().flatten(0, -2), labels.flatten())
+
+
+def torchao_fp8() -> GroupedMM:
+    """Return torchao's FP8 product, which casts both operands with a scale per row.
+
+    Raises:
+        ImportError: torchao is not installed.
+    """
+    from torchao.prototype import moe_training
+
+    names = ("_to_fp8_rowwise_then_scaled_grouped_mm", "_quantize_then_scaled_grouped_mm")  # of torchao 0.18, of 0.16
+    return next(getattr(moe_training, name) for name in names if hasattr(moe_training, name))  # type: ignore[no-any-return]
+
+
+def grouped_layer(x: Tensor, probs: Tensor, experts: Tensor, fc1: Tensor, fc2: Tensor, alignment: int, multiply: GroupedMM) -> Tensor:
+    """Run SwiGLU experts by two grouped products, in plain torch for torch.compile.
+
+    Args:
+        x: tokens [tokens, hidden]
+        probs, experts: the weights and experts of each token, [tokens, top-k]
+        fc1, fc2: [experts, 2 x width, hidden], gate above up, and [experts, hidden, width]
+        alignment: each expert's rows are padded to a multiple of it
+        multiply: the grouped product
+    """
+    offsets, source, places = ops.group_tokens(experts, fc1.shape[0], alignment)
+    chosen = source.clamp(min=0)
+    permuted = torch.where((source >= 0)[:, None], x[chosen // experts.shape[1]], 0)
+    weights = torch.where(source >= 0, probs.flatten()[chosen], 0)
+    gate, up = multiply(permuted, fc1.transpose(1, 2), offsets).chunk(2, 1)
+    activated = (F.silu(gate.float()) * up.float() * weights[:, None]).to(BF16)
+    out = multiply(activated, fc2.transpose(1, 2), offsets)
+    return out[places.flatten()].view(*places.shape, -1).float().sum(1).to(BF16)
 
 
 def build(case: str, config: Any, device: torch.device) -> nn.Module:
