@@ -1,8 +1,7 @@
 """Detect an installation of Microsoft's MS-AMP, whose import name is also `msamp`.
 
 In the same folder, the later installation overwrites the files that both packages have, such as `msamp/__init__.py`, and uninstalling one
-removes these files from the other. If MS-AMP was installed later, `import msamp` imports MS-AMP and runs none of this package's code. So
-the trainer's commands load this file by its path (`megatron.lm.shell.exit_codes`), and it does not import the rest of the package.
+removes these files from the other. If MS-AMP was installed later, `import msamp` imports MS-AMP and runs none of this package's code.
 """
 
 import importlib.metadata
@@ -10,7 +9,7 @@ import os
 import warnings
 from pathlib import Path
 
-DISTRIBUTION, OWN = "ms-amp", "msamp"
+DISTRIBUTION = "ms-amp"
 _OURS = Path(__file__).resolve().parents[1]
 
 
@@ -18,10 +17,8 @@ def check_alone() -> None:
     """If MS-AMP is in another folder of the path, warn that `import msamp` does not import it.
 
     Raises:
-        ValueError: if it is in the same folder as this package, where one overwrote files of the other; or if files of this package are
-            missing, as after MS-AMP was uninstalled there.
+        ValueError: if it is in the same folder as this package, where one overwrote files of the other.
     """
-    _check_whole()
     try:
         theirs = importlib.metadata.distribution(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -45,22 +42,4 @@ def warn_of_accelerate() -> None:
             "accelerate's fp8_backend MSAMP (ACCELERATE_FP8_BACKEND) is Microsoft's MS-AMP, not this package: delete fp8_config from "
             "accelerate's YAML, set mixed_precision to 'no' or 'bf16', and use msamp.integrations.accelerate.Accelerator(recipe='O2')",
             stacklevel=3,
-        )
-
-
-def _check_whole() -> None:
-    try:
-        ours = importlib.metadata.distribution(OWN)
-    except importlib.metadata.PackageNotFoundError:
-        return
-    # Skip a checkout, which has no RECORD: its list of files is from the time of installation, and files may have moved.
-    if Path(str(ours.locate_file(OWN))).resolve() != _OURS or ours.read_text("RECORD") is None:
-        return
-    gone = [
-        str(file) for file in ours.files or () if file.parts[0] == OWN and file.suffix == ".py" and not Path(str(file.locate())).exists()
-    ]
-    if gone:
-        raise ValueError(
-            f"{len(gone)} files of msamp {ours.version} are missing ({', '.join(gone[:4])}), as after {DISTRIBUTION} was installed in the "
-            f"same folder and uninstalled: pip uninstall {DISTRIBUTION} msamp, then install msamp again"
         )

@@ -259,34 +259,6 @@ def _outer_major(table: torch.Tensor, rows: int) -> torch.Tensor:
     return F.pad(by_block, (0, rows - table.shape[0]), value=1.0).t() if rows > table.shape[0] else by_block.contiguous().t()
 
 
-def _hopper_block_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    b_rows: int,
-) -> torch.Tensor:
-    """Multiply 1 x 128 blocks of `a` by 1 x 128 or 128 x 128 blocks of `b` with cuBLAS, which accumulates blocks in FP32."""
-    M, N = a.shape[0], b.shape[0]
-    a, b = _padded(a, SPAN), _padded(b, SPAN)
-    if b_rows > 1 and b_scale_inv.shape[1] % TABLE_ALIGNMENT:
-        # torch requires such a table without padding, but cuBLAS with it. The same scales as blocks of one row need no padding.
-        b_scale_inv, b_rows = b_scale_inv.repeat_interleave(b_rows, 0)[:N], 1
-    right = _outer_major(b_scale_inv, b.shape[0]) if b_rows == 1 else b_scale_inv.contiguous()
-    out = torch._scaled_mm(
-        a,
-        b.t(),
-        scale_a=_outer_major(a_scale_inv, a.shape[0]),
-        scale_b=right.t(),
-        bias=bias,
-        out_dtype=out_dtype,
-        use_fast_accum=False,  # cuBLAS does not support it for blocks
-    )
-    return out[:M, :N].contiguous() if out.shape != (M, N) else out
-
-
 def block_scaled_mm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -329,7 +301,17 @@ def block_scaled_mm(
     fp32 = a_scale_inv.dtype == b_scale_inv.dtype == torch.float32
     if fp32 and left.columns == SPAN and blockwise_hardware(a.device) and a.numel() and b.numel():
         inner_bias = bias if out_dtype != torch.float32 and b.shape[0] % ALIGNMENT == 0 else None
-        out = _hopper_block_mm(a, b, a_scale_inv, b_scale_inv, inner_bias, out_dtype, right.rows)
+        M, N = a.shape[0], b.shape[0]
+        a, b = _padded(a, SPAN), _padded(b, SPAN)
+        by_rows = right.rows == 1
+        if not by_rows and b_scale_inv.shape[1] % TABLE_ALIGNMENT:
+            # torch requires such a table without padding, but cuBLAS with it. The same scales as blocks of one row need no padding.
+            b_scale_inv, by_rows = b_scale_inv.repeat_interleave(right.rows, 0)[:N], True
+        table = _outer_major(b_scale_inv, b.shape[0]) if by_rows else b_scale_inv.contiguous()
+        # cuBLAS does not support fast accumulation for blocks.
+        tables = {"scale_a": _outer_major(a_scale_inv, a.shape[0]), "scale_b": table.t()}
+        out = torch._scaled_mm(a, b.t(), **tables, bias=inner_bias, out_dtype=out_dtype, use_fast_accum=False)
+        out = out[:M, :N].contiguous() if out.shape != (M, N) else out
         return out if bias is None or inner_bias is not None else out + bias
     out = emulated_block_mm(a, b, a_scale_inv, b_scale_inv, out_dtype, left, right)
     return out if bias is None else out + bias

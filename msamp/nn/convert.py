@@ -128,10 +128,21 @@ def carry_out(
     """
     divided: dict[torch.Tensor, list[nn.Parameter]] = {}
     for module, (kind, weights) in conversions.items():
-        if issubclass(kind, Experts):
-            divided |= _divide_experts(module, kind, weights, recipe, former)
-        else:
+        if not issubclass(kind, Experts):
             _convert_linear(module, kind, weights[0], recipe, former)
+            continue
+        module.__class__ = kind
+        assert isinstance(module, Experts)
+        for attribute, name, scaling in weights:
+            whole = module.get_parameter(attribute)
+            matrices = ExpertMatrices(whole, recipe, scaling, name, module.first)
+            del module._parameters[attribute]
+            module.add_module(attribute, matrices)
+            divided[whole] = matrices.matrices
+            if former is not None:
+                former |= zip(matrices.matrices, whole.detach().unbind(), strict=True)
+            # Its memory is freed, and code that still holds it fails rather than use values that no longer change.
+            whole.grad, whole.data = None, whole.new_empty(0)
     for parent in model.modules():
         # torch's fused inference path, and the nested tensors that it uses, would read weights as plain tensors.
         if isinstance(parent, nn.TransformerEncoderLayer) and any(isinstance(m, Loading) for m in (parent.linear1, parent.self_attn)):
@@ -158,30 +169,6 @@ def _convert_linear(
         p.stored_transposed = True  # type: ignore[attr-defined]  # for the states of an existing optimizer
     module.add_module("scaling", scaling)
     module.watch_weights()  # type: ignore[operator]
-
-
-def _divide_experts(
-    module: nn.Module,
-    kind: type[Experts],
-    weights: tuple[PlannedWeight, ...],
-    recipe: Recipe,
-    former: dict[torch.Tensor, torch.Tensor] | None,
-) -> dict[torch.Tensor, list[nn.Parameter]]:
-    """Replace the weights of experts by one parameter per expert, and return the replacements."""
-    divided: dict[torch.Tensor, list[nn.Parameter]] = {}
-    module.__class__ = kind
-    assert isinstance(module, Experts)
-    for attribute, name, scaling in weights:
-        whole = module.get_parameter(attribute)
-        matrices = ExpertMatrices(whole, recipe, scaling, name, module.first)
-        del module._parameters[attribute]
-        module.add_module(attribute, matrices)
-        divided[whole] = matrices.matrices
-        if former is not None:
-            former |= zip(matrices.matrices, whole.detach().unbind(), strict=True)
-        # Its memory is freed, and code that still holds it fails rather than use values that no longer change.
-        whole.grad, whole.data = None, whole.new_empty(0)
-    return divided
 
 
 def float_copy(model: nn.Module) -> nn.Module:

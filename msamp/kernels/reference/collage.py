@@ -95,33 +95,12 @@ def step_(
     Returns:
         The exact update of the weight, in the variant's dtype.
     """
-    delta = _delta(state.get("master", weight), g, state, step, hyper, variant)
-    if variant.weight == "master":
-        weight.copy_(state["master"].add_(delta))
-    elif variant.weight == "nothing":
-        weight.copy_(weight + delta)
-    else:
-        pair = mcf.load_pair(weight, state["weight_remainder"])
-        new = mcf.grow(pair, delta, mcf.fast_two_sum) if variant.weight == "pair" else mcf.fast_two_sum(weight, pair[1] + delta)
-        _store(weight, state["weight_remainder"], new)
-    return delta
-
-
-def _delta(
-    theta: torch.Tensor,
-    g: torch.Tensor,
-    state: Mapping[str, torch.Tensor],
-    step: int,
-    hyper: Hyper,
-    variant: Variant,
-) -> torch.Tensor:
-    """Update the moments and return the update of the weight (lines 6 to 12)."""
 
     def scalar(x: float) -> float:
         return torch.tensor(x, dtype=torch.float64, device="cpu").to(variant.dtype).item()
 
     m, v, beta1, beta2 = state["exp_avg"], state["exp_avg_sq"], hyper.beta1, hyper.beta2
-    theta, g = theta.to(variant.dtype), g.to(variant.dtype)
+    theta, g = state.get("master", weight).to(variant.dtype), g.to(variant.dtype)
     m.copy_(m * scalar(beta1) + g * scalar(1 - beta1))
     squares = g * g * scalar(1 - beta2)
     if variant.pair_v:
@@ -133,7 +112,16 @@ def _delta(
     m_hat, v_hat = m / scalar(1 - power(beta1, step)), v / scalar(1 - power(beta2, step))
     eps = scalar(hyper.eps)
     root = (v_hat + eps).sqrt() if variant.published else v_hat.sqrt() + eps
-    return (m_hat / root + theta * scalar(hyper.weight_decay)) * scalar(-hyper.lr)
+    delta = (m_hat / root + theta * scalar(hyper.weight_decay)) * scalar(-hyper.lr)
+    if variant.weight == "master":
+        weight.copy_(state["master"].add_(delta))
+    elif variant.weight == "nothing":
+        weight.copy_(weight + delta)
+    else:
+        pair = mcf.load_pair(weight, state["weight_remainder"])
+        new = mcf.grow(pair, delta, mcf.fast_two_sum) if variant.weight == "pair" else mcf.fast_two_sum(weight, pair[1] + delta)
+        _store(weight, state["weight_remainder"], new)
+    return delta
 
 
 def power(base: float, exponent: int) -> float:

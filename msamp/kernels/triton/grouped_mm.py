@@ -44,7 +44,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from msamp.kernels.reference import grouped_mm as _twin
 from msamp.kernels.reference.grouped_mm import tile_capacity
-from msamp.kernels.scaled_mm import fp8_hardware
+from msamp.kernels.scaled_mm import blockwise_hardware, fp8_hardware
 from msamp.kernels.triton.cast import _rounded
 
 SLOTS = 128  # entries of the schedule per program
@@ -226,11 +226,6 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-@functools.cache
-def _hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
 def _operands(a: torch.Tensor, b: torch.Tensor, tma: bool, tiling: Tiling) -> tuple[Any, Any]:
     """Both operands, 2-dimensional, as a kernel takes them: descriptors of the blocks that it loads, or the tensors themselves."""
     if not tma:
@@ -288,40 +283,16 @@ def tiling_of(product: str, summed: int, device: torch.device, *, fast_accum: bo
         device: of the operands.
         fast_accum, aligned: as in `grouped_mm` and `grouped_mm_grad_weight`.
     """
-    if not aligned or (device.type == "cuda" and not _hopper(device)):
+    if not aligned or (device.type == "cuda" and not blockwise_hardware(device)):
         return SMALL
     return TILINGS[product, fast_accum][summed <= SHORT]
 
 
-def grouped_mm(a, b, offsets, a_scale_inv, b_scale_inv, out_dtype, *, fast_accum, tiles=None):
-    """See the reference twin."""
+def grouped_mm(a, b, offsets, a_scale_inv, b_scale_inv, out_dtype, *, fast_accum, tiles=None, tiling=None):
+    """See the reference twin; `tiles` must be of the tiling's `block_m`."""
     if a.is_cuda and not fp8_hardware(a.device):
         return _twin.grouped_mm(a, b, offsets, a_scale_inv, b_scale_inv, out_dtype, fast_accum=fast_accum)
-    return _multiply(
-        a,
-        b,
-        offsets,
-        a_scale_inv,
-        b_scale_inv,
-        out_dtype,
-        tiling_of("rows", a.shape[1], a.device, fast_accum=fast_accum),
-        fast_accum,
-        tiles,
-    )
-
-
-def _multiply(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    offsets: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    out_dtype: torch.dtype,
-    tiling: Tiling,
-    fast_accum: bool,
-    tiles: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`grouped_mm` with a given tiling; `tiles` must be of its `block_m`."""
+    tiling = tiling or tiling_of("rows", a.shape[1], a.device, fast_accum=fast_accum)
     a, b = a.contiguous(), b.contiguous()
     (M, K), (E, N, _) = a.shape, b.shape
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
@@ -338,27 +309,12 @@ def _multiply(
     return out
 
 
-def grouped_mm_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype, *, fast_accum, aligned=False):
+def grouped_mm_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype, *, fast_accum, aligned=False, tiling=None):
     """See the reference twin."""
     if a_t.is_cuda and not fp8_hardware(a_t.device):
         return _twin.grouped_mm_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype, fast_accum=fast_accum)
     rows = a_t.shape[1] // offsets.numel()
-    tiling = tiling_of("grad_weight", rows, a_t.device, fast_accum=fast_accum, aligned=aligned)
-    return _multiply_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype, tiling, fast_accum, aligned)
-
-
-def _multiply_grad_weight(
-    a_t: torch.Tensor,
-    b_t: torch.Tensor,
-    offsets: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    out_dtype: torch.dtype,
-    tiling: Tiling,
-    fast_accum: bool,
-    aligned: bool = False,
-) -> torch.Tensor:
-    """`grouped_mm_grad_weight` with a given tiling."""
+    tiling = tiling or tiling_of("grad_weight", rows, a_t.device, fast_accum=fast_accum, aligned=aligned)
     a_t, b_t = (x if x.stride(1) == 1 else x.contiguous() for x in (a_t, b_t))
     (N, M), K, E = a_t.shape, b_t.shape[0], offsets.numel()
     out = torch.empty((E, N, K), dtype=out_dtype, device=a_t.device)

@@ -2,13 +2,13 @@
 
 import copy
 import importlib
-import shutil
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
 import msamp
 from helpers.moe_model import KEEP, Mixture, train
@@ -66,17 +66,43 @@ def test_the_import_names_our_accelerator_where_accelerate_is_set_to_ms_amp(back
     assert len(named) == (backend == "MSAMP")
 
 
-@pytest.fixture
-def installed(tmp_path):
-    """This project as a wheel leaves it in a folder, without its tests."""
-    site, root = tmp_path / "site", PACKAGE.parent
-    for package in ("msamp", "megatron/lm"):
-        shutil.copytree(root / package, site / package, ignore=shutil.ignore_patterns("__pycache__"))
-    info = site / "msamp-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: msamp\nVersion: 0.1.0\n")
-    (info / "RECORD").write_text("".join(f"{f.relative_to(site)},,\n" for f in site.rglob("*.py")))
-    return site
+class Net(nn.Module):
+    """As MS-AMP's examples/mnist.py has it, at a size for a test: convolutions, dropout, two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.dropout = nn.Dropout(0.1)
+        self.fc1 = nn.Linear(144, 32)
+        self.fc2 = nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.flatten(nn.functional.max_pool2d(self.conv(x).relu(), 2), 1)
+        return self.fc2(self.fc1(self.dropout(x)).relu()).log_softmax(1)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_loop_as_its_mnist_example_has_it(level):
+    torch.manual_seed(1)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model, optimizer = msamp.initialize(model, optimizer, opt_level=level)
+    scheduler = StepLR(optimizer, step_size=1, gamma=0.9)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    target, losses = torch.arange(64) % 10, []
+    data = torch.randn(10, 1, 14, 14)[target] + 0.1 * torch.randn(64, 1, 14, 14)
+    for _ in range(12):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = model(data)
+        loss = nn.functional.nll_loss(output.float(), target)
+        scaler.scale(loss).backward()
+        msamp.clip_grad_norm_(model.parameters(), 1.0, norm_type=2.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.85 * losses[0]
 
 
 # How much the host has to issue for an eager step of a loop of one's own: it is what a small layer's step takes.

@@ -43,7 +43,9 @@ def test_every_expert_s_rows(ends, variant, fmt, triton_device):
     offsets = torch.tensor(ends, dtype=torch.int32, device=triton_device)
     a, b = integers((M, K), fmt, 0, triton_device), integers((len(ends), N, K), E4M3, 1, triton_device)
     scales = torch.tensor(0.5, device=triton_device), torch.arange(1, len(ends) + 1, device=triton_device).float()
-    got = kernels()._multiply(a, b, offsets, *scales, torch.float32, small(tma=tma, halves_m=halves[0], halves_n=halves[1]), fast)
+    got = kernels().grouped_mm(
+        a, b, offsets, *scales, torch.float32, fast_accum=fast, tiling=small(tma=tma, halves_m=halves[0], halves_n=halves[1])
+    )
     assert bits(got).equal(bits(twin.grouped_mm(a, b, offsets, *scales, torch.float32, fast_accum=fast)))
 
 
@@ -53,7 +55,9 @@ def test_every_expert_s_weight_gradient(ends, variant, fmt, triton_device):
     offsets = torch.tensor(ends, dtype=torch.int32, device=triton_device)
     a_t, b_t = (integers((width, M + 10), f, i, triton_device)[:, :M] for i, (width, f) in enumerate(((N, fmt), (K, E4M3))))
     scales = torch.tensor(0.5, device=triton_device), torch.tensor(2.0, device=triton_device)
-    got = kernels()._multiply_grad_weight(a_t, b_t, offsets, *scales, torch.float32, small(halves_m=halves[0], halves_n=halves[1]), fast)
+    got = kernels().grouped_mm_grad_weight(
+        a_t, b_t, offsets, *scales, torch.float32, fast_accum=fast, tiling=small(halves_m=halves[0], halves_n=halves[1])
+    )
     assert bits(got).equal(bits(twin.grouped_mm_grad_weight(a_t, b_t, offsets, *scales, torch.float32, fast_accum=fast)))
 
 
@@ -63,7 +67,9 @@ def test_padded_groups_are_loaded_by_the_copy_engine(fast, tiling, triton_device
     offsets = torch.tensor(ends, dtype=torch.int32, device=triton_device)
     a_t, b_t = (integers((32, 3 * GROUP_ALIGNMENT), E4M3, seed, triton_device) for seed in (0, 1))
     one = torch.ones((), device=triton_device)
-    got = kernels()._multiply_grad_weight(a_t, b_t, offsets, one, one, torch.float32, small(block_k=128, **tiling), fast, True)
+    got = kernels().grouped_mm_grad_weight(
+        a_t, b_t, offsets, one, one, torch.float32, fast_accum=fast, aligned=True, tiling=small(block_k=128, **tiling)
+    )
     assert got.equal(twin.grouped_mm_grad_weight(a_t, b_t, offsets, one, one, torch.float32, fast_accum=False))
 
 
@@ -75,14 +81,14 @@ def test_what_is_outside_of_a_group_is_not_read_into_it(triton_device):
     a_t[:, 30:100] = 2.0
     payloads = a_t.to(E5M2.dtype), b_t.to(E4M3.dtype)
     one = torch.ones((), device=triton_device)
-    got = kernels()._multiply_grad_weight(*payloads, offsets, one, one, torch.float32, small(), False)
+    got = kernels().grouped_mm_grad_weight(*payloads, offsets, one, one, torch.float32, fast_accum=False, tiling=small())
     assert [got[e].unique().tolist() for e in range(3)] == [[30.0], [0.0], [140.0]]
 
 
 def test_operands_that_the_copy_engine_cannot_load(triton_device):
     a, b = integers((20, 24), E4M3, 0, triton_device), integers((2, 8, 24), E4M3, 1, triton_device)
     offsets, ones = torch.tensor([7, 20], dtype=torch.int32, device=triton_device), torch.ones(2, device=triton_device)
-    got = kernels()._multiply(a, b, offsets, ones[0], ones, torch.bfloat16, small(), True)
+    got = kernels().grouped_mm(a, b, offsets, ones[0], ones, torch.bfloat16, fast_accum=True, tiling=small())
     assert got.equal(twin.grouped_mm(a, b, offsets, ones[0], ones, torch.bfloat16, fast_accum=True))
 
 
@@ -91,10 +97,10 @@ def test_nothing_to_multiply(shape, triton_device):
     rows, n, k = shape
     a, b = integers((rows, k), E4M3, 0, triton_device), integers((2, n, k), E4M3, 1, triton_device)
     offsets, ones = torch.tensor([rows // 2, rows], dtype=torch.int32, device=triton_device), torch.ones(2, device=triton_device)
-    got = kernels()._multiply(a, b, offsets, ones[0], ones, torch.float32, small(), False)
+    got = kernels().grouped_mm(a, b, offsets, ones[0], ones, torch.float32, fast_accum=False, tiling=small())
     assert got.equal(torch.zeros(rows, n, device=triton_device))
     a_t, b_t = integers((n, rows), E4M3, 0, triton_device), integers((k, rows), E4M3, 1, triton_device)
-    got = kernels()._multiply_grad_weight(a_t, b_t, offsets, ones[0], ones[0], torch.float32, small(), False)
+    got = kernels().grouped_mm_grad_weight(a_t, b_t, offsets, ones[0], ones[0], torch.float32, fast_accum=False, tiling=small())
     assert got.equal(torch.zeros(2, n, k, device=triton_device))
 
 
@@ -108,7 +114,10 @@ def test_a_schedule_may_be_shared(triton_device):
     offsets, ones = torch.tensor([70, 150], dtype=torch.int32, device=triton_device), torch.ones(2, device=triton_device)
     a, b = integers((M, K), E4M3, 0, triton_device), integers((2, 16, K), E4M3, 1, triton_device)
     tiles = kernels().grouped_tiles(offsets, M, 64)
-    run = [kernels()._multiply(a, b, offsets, ones[0], ones, torch.float32, small(), True, given) for given in (tiles, None)]
+    run = [
+        kernels().grouped_mm(a, b, offsets, ones[0], ones, torch.float32, fast_accum=True, tiles=given, tiling=small())
+        for given in (tiles, None)
+    ]
     assert run[0].equal(run[1])
 
 
