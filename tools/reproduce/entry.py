@@ -149,8 +149,8 @@ class Entry:
             verdict may name further pairs, whose intervals its page shows.
         axes: of the figure, if findings have an `x`.
         verdict: one of `VERDICTS`; the last for an entry without results. "not comparable": the run differs from the claim in a condition
-            that decides the number. `BY_LOSSES` for a claim of equal losses alone, which `keep.verdict` judges: "does not hold" if one of
-            the pairs is above or below, "holds" if all hold, "holds in part" if some do, else "not shown".
+            that decides the number. `BY_LOSSES` for a claim of equal losses alone, which `keep.verdict` judges for each baseline: "does
+            not hold" if one of its pairs is above or below, "holds" if all hold, "holds in part" if some do, else "not shown".
         judged: size of the results that the verdict is about; for others it must be revised.
         agree: where our results and the paper's agree, and where not. It contains no measured number.
         cause: cause of the difference, as far as known.

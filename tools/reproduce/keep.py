@@ -82,13 +82,17 @@ def loss_differences(one: Entry, rows: Sequence[Row]) -> list[tuple[str, str, Pa
 
 
 def verdict(one: Entry, rows: Sequence[Row]) -> str:
-    """Return the verdict of an entry: as written, or `BY_LOSSES`, which follows from the pairs of `same_loss`."""
+    """Return the verdict of an entry: as written, or `BY_LOSSES`, which follows from the pairs of `same_loss`: one for each baseline."""
     if one.verdict != BY_LOSSES:
         return one.verdict
-    verdicts = [difference.verdict() for *_, difference in loss_differences(one, rows)]
-    if ABOVE in verdicts or BELOW in verdicts:
-        return "does not hold"
-    return HOLDS if set(verdicts) == {HOLDS} else "holds in part" if HOLDS in verdicts else NOT_SHOWN
+    judged: dict[str, set[str]] = {}
+    for base, _, difference in loss_differences(one, rows):
+        judged.setdefault(run_of(base).partition(" at ")[2], set()).add(difference.verdict())
+    words = {
+        where: "does not hold" if seen & {ABOVE, BELOW} else HOLDS if seen == {HOLDS} else "holds in part" if HOLDS in seen else NOT_SHOWN
+        for where, seen in judged.items()
+    }
+    return "; ".join(f"{where}: {word}" for where, word in words.items()) if len(words) > 1 else next(iter(words.values()), NOT_SHOWN)
 
 
 def loss_sentences(one: Entry, rows: Sequence[Row]) -> list[str]:

@@ -95,3 +95,8 @@ def test_a_claim_of_equal_losses_alone_is_judged_by_its_pairs(others, verdict):
     rows = [ROW | {"quantity": name, "ours": 5 + d, "seed": seed} for name, apart in runs.items() for seed, d in enumerate(apart)]
     assert keep.verdict(replace(ONE, verdict=BY_LOSSES, same_loss=pairs), rows) == verdict
     assert keep.verdict(replace(ONE, verdict="holds in part", same_loss=pairs), rows) == "holds in part"
+    name, end = (" at TP 2: validation loss", " at DP 2: validation loss")
+    kinds = [row | {"quantity": row["quantity"].replace(": loss", name)} for row in rows]
+    kinds += [ROW | {"quantity": f"{run}{end}", "ours": ours, "seed": "1"} for run, ours in (("bf16", 5), ("O3", 5.1))]
+    two = [*([run.replace(": loss", name) for run in pair] for pair in pairs), [f"bf16{end}", f"O3{end}"]]
+    assert keep.verdict(replace(ONE, verdict=BY_LOSSES, same_loss=two), kinds) == f"TP 2: {verdict}; DP 2: not shown"

@@ -10,10 +10,11 @@ from megatron.lm.config import DataConfig
 from megatron.lm.config.cli import parse_args
 from megatron.lm.config.rules.check import check
 from megatron.lm.data.tokenizers.tokenizer import build_tokenizer
+from tools.measurements import ROOT
 from tools.precisions import case_flags
-from tools.reproduce import curves, texts
+from tools.reproduce import curves, keep, texts
 from tools.reproduce.compare_precisions import COURSE, SHAPE
-from tools.reproduce.entry import ENTRIES, Needs, Task
+from tools.reproduce.entry import ENTRIES, Needs
 from tools.reproduce.gradients import byte_flags, measured_blocks
 from tools.reproduce.trainings import FP32, Loop, byte_data, byte_symbols, collage
 
@@ -98,16 +99,24 @@ def test_the_trainers_flags_name_files_that_are_there(tmp_path):
         measured_blocks(["--dp", "x"], tmp_path)
 
 
-def test_every_run_over_two_processes_is_valid_and_its_batch_has_8192_tokens(tmp_path, monkeypatch):
+def test_every_run_over_two_processes_is_valid_has_8192_tokens_per_step_and_joins_those_on_file(tmp_path, monkeypatch):
+    ran = []
+
     def told(case, seed, steps, flags, data, folder, processes):
         course = f"{SHAPE} {COURSE} --dry-run --seed {seed} --train-iters {steps} --lr-warmup-iters 150 {flags}"
         config = parse_args([*course.split(), *case_flags(case)])
         check(config, processes)
         assert config.training.global_batch_size * config.model.seq_length == 8192
         assert processes == (1 if "EP 1" in str(folder) else 2)
+        ran.append(f"{case}, {folder.name}, seed {seed}")
         return types.SimpleNamespace(valid=[{"loss": 4.0}], train=[{"loss": 5.0, "tokens": 8192}])
 
     monkeypatch.setattr(curves, "trained", told)
-    one = ENTRIES["fp8lm-split-layers"]
-    names = {f.quantity for piece in one.pieces["full"] for f in one.findings(Task("full", piece, tmp_path, tmp_path, "c"))}
-    assert {name for pair in one.same_loss for name in pair} <= names
+    one, file = ENTRIES["fp8lm-split-layers"], tmp_path / "fp8lm-split-layers.csv"
+    first, *others = one.pieces["full"]
+    stored = [row for row in keep.read(ROOT / keep.RESULTS / file.name) if row["piece"] == first]
+    keep.write(file, stored)
+    fresh = [row for _, some in keep.run(one, "full", tmp_path, tmp_path, "c", False, at_once=3) for row in some]
+    assert sorted(ran) == sorted(others)
+    assert keep.read(file)[: len(stored)] == stored
+    assert {name for pair in one.same_loss for name in pair} <= {row["quantity"] for row in [*stored, *fresh]}
