@@ -237,8 +237,7 @@ class LoopOptimizer(LowPrecisionOptimizer):
         created or changed since then does not have the mark of `_taken`."""
         if all(_is_taken(p) for p in self._params()):
             return None
-        ready = self.shard.ready(self._whole())
-        return self.norm_of(ready).float().square().isfinite()
+        return self.norm_of(self.shard.ready(self._whole())).float().square().isfinite()
 
     def _taken(self, those: Sequence[bool] | None = None) -> None:
         """Mark the existing gradients, or `those`, with their version: a step used them, or they were zeroed. The mark is an attribute of
@@ -348,7 +347,8 @@ class LoopOptimizer(LowPrecisionOptimizer):
             super().update()
         finally:
             self.loss_scale = given
-        self.scaling.roll(self.group, self.usable)
+        if self.group is not None or any(gradient(p) is not None for p in self._params()):  # else the step is none, as for torch's
+            self.scaling.roll(self.group, self.usable)
         if self.fp8_min_gain and self.in_bf16 is None:
             self._decide_layers()
         if self.shard.ranks == 1:  # otherwise weights are still being gathered, or FSDP measures rows

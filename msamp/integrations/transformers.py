@@ -79,6 +79,12 @@ class Trainer(transformers.Trainer):
                 save_plain(held, optimizer)
         return cast("torch.optim.Optimizer", self.optimizer)
 
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Like transformers'. With `capture` the optimizer changes its class before: a scheduler wraps the `step` that it finds."""
+        if self.captures and isinstance(self.optimizer, AcceleratedOptimizer):
+            self.optimizer.__class__ = _Stepped
+        return super().create_scheduler(num_training_steps, optimizer)
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None) -> torch.Tensor:
         """Like transformers'; with `capture`, run all micro-batches and the update with the last one."""
         if not self.captures:

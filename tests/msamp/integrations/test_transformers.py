@@ -68,6 +68,7 @@ def test_a_captured_trainer_trains_as_one_that_is_not(tmp_path: Path):
         rows = [row for row in own.state.log_history if "grad_norm" in row]
         weights = [p.detach().dequantize() if isinstance(p, ScalingTensor) else p.detach() for p in own.model.parameters()]
         found.append(([row["grad_norm"] for row in rows], [row["learning_rate"] for row in rows], [row["loss"] for row in rows], weights))
+        assert {int(x) for name, x in own.model.named_buffers() if name.endswith("scaling.seen")} == {6}, "a step is recorded once"
     (norms, rates, losses, weights), captured = found
     assert own._step.obstacle is None
     assert (norms, rates) == captured[:2]
