@@ -208,7 +208,8 @@ def _grouped(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) ->
     Raises:
         ValueError: in the capture of a CUDA graph, if the host has to read how many rows each expert has.
     """
-    if _capturing(rows) and _reads_sizes(rows, weight):
+    # torch's kernel for groups is for BF16, all else is a loop.
+    if _capturing(rows) and not (rows.dtype is torch.bfloat16 and has_grouped_kernel(rows.device) and _torch_multiplies(rows, weight)):
         kind = f"{' x '.join(map(str, weight.shape[1:]))} in {str(rows.dtype).removeprefix('torch.')}"
         raise ValueError(
             f"experts of {kind} cannot be captured in a CUDA graph, since PyTorch multiplies them one by one, by sizes that the host "
@@ -237,11 +238,6 @@ def has_grouped_kernel(device: torch.device | None = None) -> bool:
     On others, such as RTX cards (12), `grouped_mm` is a loop over the experts, by sizes that the host reads.
     """
     return hasattr(F, "grouped_mm") and torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-def _reads_sizes(rows: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the product needs sizes on the host: torch's kernel for groups is for BF16, all else is a loop."""
-    return rows.dtype is not torch.bfloat16 or not has_grouped_kernel(rows.device) or not _torch_multiplies(rows, weight)
 
 
 def _capturing(rows: torch.Tensor) -> bool:

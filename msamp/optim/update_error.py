@@ -178,26 +178,21 @@ def _copied(batch: UpdateBatch, members: Sequence[tuple[int, slice]]) -> UpdateB
 
 
 def _sampled(batch: UpdateBatch, sample: int) -> Iterator[UpdateBatch]:
-    """Yield copies of sampled rows of a batch's tensors, grouped by sample size so that a few operators copy all of them."""
+    """Yield copies of evenly spaced rows of a batch's tensors, about `sample` elements of each. Tensors with samples of one size are
+    together, so that a few operators copy all of them."""
     alike: dict[torch.Size, list[tuple[int, slice]]] = defaultdict(list)
     for i, g in enumerate(batch.grads):
-        rows = _spaced_rows(g.shape, sample)
+        row = math.prod(g.shape[1:])
+        rows = slice(None)  # all of a vector, whose COAT groups are along dim 0
+        if g.dim() > 1 and g.numel() > sample:
+            number = max(1, sample // row)
+            rows = slice(0, g.shape[0] // number * number, g.shape[0] // number)
         alike[payload(g)[rows].shape if g.dim() else g.shape].append((i, rows))
     for shape, members in alike.items():
         together = max(1, SAMPLED // max(1, shape.numel()))
         for start in range(0, len(members), together):
             indices, chosen = zip(*members[start : start + together], strict=True)
             yield batch.each(functools.partial(_copies, indices=indices, rows=chosen))
-
-
-def _spaced_rows(shape: torch.Size, sample: int) -> slice:
-    """Return evenly spaced rows along dim 0 with about `sample` elements; all of a vector, whose COAT groups are along dim 0."""
-    row = math.prod(shape[1:])
-    if len(shape) < 2 or shape[0] * row <= sample:
-        return slice(None)
-    rows = max(1, sample // row)
-    apart = shape[0] // rows
-    return slice(0, rows * apart, apart)
 
 
 def _copies(column: Sequence[Any], indices: Sequence[int], rows: Sequence[slice]) -> list[Any]:

@@ -79,18 +79,13 @@ def _amaxes(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     plain = [x for x in xs if not isinstance(x, ScalingTensor)]
     wide = [x for x in scaled if x.payload.itemsize > 1]
     narrow = [x for x in scaled if x.payload.itemsize == 1]
+    none = torch.zeros((), dtype=torch.float32, device=xs[0].device)
+    # Without the sign bit, FP8 bit patterns have the order of their magnitudes, so no FP32 copy is needed.
+    tops = [(x.payload.view(torch.uint8) & 0x7F).max().view(x.payload.dtype).float() if x.numel() else none for x in narrow]
     by_tensor = dict(zip(map(id, plain), TENSORWISE.amaxes(plain).unbind(), strict=True))
-    for members, amax in ((wide, TENSORWISE.amaxes([x.payload for x in wide])), (narrow, _fp8_amaxes([x.payload for x in narrow]))):
+    for members, own in ((wide, TENSORWISE.amaxes([x.payload for x in wide]).unbind()), (narrow, tops)):
         if members:
-            amax = amax * torch.stack([x.scale_inv for x in members]).abs()
+            amax = torch.stack(list(own)) * torch.stack([x.scale_inv for x in members]).abs()
             by_tensor |= zip(map(id, members), amax.unbind(), strict=True)
     amaxes = torch.stack([by_tensor[id(x)] for x in xs])
     return amaxes.masked_fill(amaxes.isnan(), float("inf"))
-
-
-def _fp8_amaxes(payloads: Sequence[torch.Tensor]) -> torch.Tensor:
-    # Without the sign bit, FP8 bit patterns have the order of their magnitudes, so no FP32 copy is needed.
-    largest = [
-        (x.view(torch.uint8) & 0x7F).max().view(x.dtype).float() if x.numel() else x.new_zeros((), dtype=torch.float32) for x in payloads
-    ]
-    return torch.stack(largest) if largest else torch.zeros(0, dtype=torch.float32, device="cpu")
