@@ -8,7 +8,7 @@
 #
 #   SAVE      folder of the checkpoints, shared by all machines; the run resumes from it, and so does the same command after the job
 #   ATTEMPTS  how often training starts within one allocation if a process fails (default 3)
-#   REQUEUES  how often the job is requeued at its time limit (default 100)
+#   REQUEUES  how often the job may have started again, whatever the reason, before this script ends it (default 100)
 #   ROOT      the checkout (default: the folder of submission)
 #   IMAGE     container of the tasks: FILE.sif for Apptainer, anything else for Pyxis (srun --container-image); sees ROOT, SAVE and DATA's folder
 # Check GPUs and links beforehand with DCGM and nccl-tests (docs/guide/clusters.md). Slurm sends SIGUSR1 ten minutes before the limit, and
@@ -49,8 +49,9 @@ mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 ((${#HOSTS[@]})) || refuse "scontrol does not list the hosts of this job"
 export MASTER_ADDR=${HOSTS[0]}
 
+PREEMPTED='PreemptTime=[0-9]' # Slurm takes the machines for another job, at the end of the partition's GraceTime
 UNFINISHED=75 # exit code of the trainer if it stops before its last iteration
-leaving=0 interrupted=0
+leaving=0 ending=0 interrupted=0
 
 # shellcheck disable=SC2329  # the trap calls it
 leave() {
@@ -59,11 +60,11 @@ leave() {
   scancel --signal=TERM "$SLURM_JOB_ID" || true # signals the steps, not this script
 }
 trap leave USR1
-trap 'interrupted=1' TERM # sent to the tasks too, which save; the script waits for them
+trap 'ending=1 interrupted=1' TERM # Slurm ends the job, and sends it to the tasks too, which save; the script waits for them
 
-# preempted: whether Slurm has taken the job's machines for another one. After scancel the job must not start again.
-preempted() {
-  scontrol show job "$SLURM_JOB_ID" 2>/dev/null | grep -q 'PreemptTime=[0-9]'
+# shown PATTERN: whether Slurm's record of this job contains it.
+shown() {
+  scontrol show job "$SLURM_JOB_ID" 2>/dev/null | grep -q "$1"
 }
 
 # step COMMAND...: run it as a step with one task per GPU; return its exit code. Once a task has ended, the others have five minutes.
@@ -87,7 +88,7 @@ requeue() {
   if ((${SLURM_RESTART_COUNT:-0} >= REQUEUES)); then
     refuse "the job was requeued ${SLURM_RESTART_COUNT:-0} times already (REQUEUES=$REQUEUES): submit it again to continue"
   fi
-  if [ "$(saved)" = "$before" ]; then
+  if [ "$(saved)" = "$before" ] && ! shown "$PREEMPTED"; then
     refuse "no checkpoint was written before the job had to leave (newest: $before): give sbatch a longer --time, or an earlier --signal"
   fi
   echo "requeued; the newest checkpoint is of iteration $(saved)"
@@ -112,11 +113,12 @@ for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
     echo "training is finished"
     exit 0
   fi
-  if ((leaving)) || preempted; then
-    requeue
+  # What Slurm ends it also requeues: preempted without a GraceTime, with a failed machine, not after scancel. Only its time limit is ours.
+  if ((!ending)) || shown Reason=TimeLimit; then
+    if ((leaving)) || shown "$PREEMPTED"; then requeue; fi
   fi
-  # Do not restart after invalid flags (2), or after a stop for another reason (scancel, --exit-duration-in-mins).
-  if ((code == 2 || code == UNFINISHED)); then
+  # Do not restart after invalid flags (2), or after a stop for another reason (--exit-duration-in-mins).
+  if ((ending || code == 2 || code == UNFINISHED)); then
     exit "$code"
   fi
   echo "attempt $attempt of $ATTEMPTS ended with exit code $code; the newest checkpoint is of iteration $(saved)" >&2

@@ -1,4 +1,7 @@
-"""The batch script for Slurm with stand-ins for srun, scancel and scontrol that run one task on this machine."""
+"""The batch script for Slurm with stand-ins for srun, scancel and scontrol that run one task on this machine.
+
+They behave as slurm-wlm 22.05.8 did on two nodes of one host, where every ending below was seen on 2026-11-29. Slurm sends the limit's
+SIGUSR1 to the script alone, and SIGTERM at the start of a GraceTime to the tasks alone; when it ends a job it sends SIGTERM to both."""
 
 import os
 import signal
@@ -14,16 +17,17 @@ SCRIPT = ROOT / "examples" / "slurm" / "pretrain.sh"
 COMMANDS = {
     "srun": 'echo $$ >"$FAKE/task"; echo "srun $@"; while [[ $1 == --* ]]; do shift; done; exec "$@"',
     "scancel": 'kill -TERM "$(cat "$FAKE/task")"',
-    "scontrol": 'case $1$2 in requeue*) touch "$FAKE/requeued" ;; showjob) echo "PreemptTime=$PREEMPTED" ;; *) echo localhost ;; esac',
+    "scontrol": 'case $1$2 in requeue*) touch "$FAKE/requeued" ;; showjob) echo "$RECORD" ;; *) echo localhost ;; esac',
     "apptainer": 'echo "apptainer $@"; exec "${@:8}"',
 }
 SAVES = 'mkdir -p "$SAVE"; echo 20 >"$SAVE/latest_checkpointed_iteration.txt"; exit 75'
+SLOWLY = f"trap : TERM; sleep 1; {SAVES}"
 UNTIL_THE_LIMIT = "trap '{}' TERM; touch \"$FAKE/trains\"; while :; do sleep 0.02; done"
 
 
-def submit(folder: Path, training: str, *, limit: int = 0, **environment: object) -> tuple[int, str, int]:
-    """Run the script as a Slurm job whose tasks run `training`, lines of shell; `limit` is the signal that Slurm sends.
-    Returns the exit code, the output, and how often training was started."""
+def submit(folder: Path, training: str, *signals: tuple[str, int], **environment: object) -> tuple[int, str, int]:
+    """Run the script as a Slurm job whose tasks run `training`, lines of shell. `signals` are sent while it trains: to the "script" or the
+    "task". Returns the exit code, the output, and how often training was started."""
     for name, line in COMMANDS.items():
         (folder / name).write_text(f"#!/bin/bash\n{line}\n", encoding="utf-8")
         (folder / name).chmod(0o755)
@@ -34,14 +38,13 @@ def submit(folder: Path, training: str, *, limit: int = 0, **environment: object
     words = {name: str(value) for name, value in (own | job | environment).items()}
     command = ["bash", str(SCRIPT), str(launch), "--lr", "1e-4"]
     batch = subprocess.Popen(command, env=words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if limit:
-        end = time.monotonic() + 60
-        while not (folder / "trains").exists():
-            assert time.monotonic() < end
-            time.sleep(0.02)
-        os.kill(batch.pid, limit)
-        if limit == signal.SIGTERM:
-            os.kill(int((folder / "task").read_text()), limit)
+    end = time.monotonic() + 60
+    while signals and not (folder / "trains").exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    for receiver, number in signals:
+        os.kill(batch.pid if receiver == "script" else int((folder / "task").read_text()), number)
+        time.sleep(0.1)  # so that the script's trap has run before the next
     output, _ = batch.communicate(timeout=120)
     started = folder / "started"
     return batch.returncode, output, started.read_text().count("\n") if started.exists() else 0
@@ -54,17 +57,28 @@ def test_only_failures_are_retried(tmp_path: Path, code: int, starts: int):
     assert f"--save {tmp_path}/save --load {tmp_path}/save --exit-code-unfinished 75 --lr 1e-4" in (tmp_path / "started").read_text()
 
 
+LIMIT, GRACE, ENDS = [("script", signal.SIGUSR1)], [("task", signal.SIGTERM)], [("script", signal.SIGTERM), ("task", signal.SIGTERM)]
+PREEMPTED = "JobState=RUNNING PreemptTime=2026-11-29T17:07:39"
+
+
 @pytest.mark.promise("Clusters", "At the time limit all processes save and exit, and the job is requeued, unless it saved nothing.")
 @pytest.mark.parametrize(
-    ("ending", "requeues", "limit", "preempted", "code"),
+    ("signals", "record", "ending", "requeues", "code"),
     [
-        *[(SAVES, 1, signal.SIGUSR1, "None", 0), ("exit 75", 1, signal.SIGUSR1, "None", 2), (SAVES, 0, signal.SIGUSR1, "None", 2)],
-        *[(SAVES, 1, signal.SIGTERM, "2026-11-29T10:00:00", 0), (SAVES, 1, signal.SIGTERM, "None", 75)],
+        *[(LIMIT, "PreemptTime=None", SAVES, 1, 0), (LIMIT, "", "exit 75", 1, 2), (LIMIT, "", SAVES, 0, 2)],
+        (LIMIT + ENDS, "JobState=COMPLETING Reason=TimeLimit", SLOWLY, 1, 0),
+        *[(GRACE, PREEMPTED, SAVES, 1, 0), (GRACE, PREEMPTED, "exit 143", 1, 0)],
+        *[(ENDS, "PreemptTime=None", SAVES, 1, 75), (LIMIT + ENDS, "", SLOWLY, 1, 75), (GRACE + ENDS, PREEMPTED, SLOWLY, 1, 75)],
+        (ENDS, "", "exit 143", 1, 143),
     ],
-    ids=["saved", "nothing saved", "too often", "preempted", "scancel"],
+    ids=[
+        *["saved", "nothing saved", "too often", "saved after the limit", "preempted", "preempted before it saved"],
+        *["scancel", "scancel at the limit", "scancel when preempted", "a failed machine, which Slurm requeues"],
+    ],
 )
-def test_a_job_that_saved_at_its_limit_or_when_preempted_is_requeued(tmp_path: Path, ending, requeues, limit, preempted, code):
-    assert submit(tmp_path, UNTIL_THE_LIMIT.format(ending), limit=limit, REQUEUES=requeues, PREEMPTED=preempted)[0] == code
+def test_a_job_that_saved_at_its_limit_or_when_preempted_is_requeued(tmp_path: Path, signals, record, ending, requeues, code):
+    result, _, starts = submit(tmp_path, UNTIL_THE_LIMIT.format(ending), *signals, REQUEUES=requeues, RECORD=record)
+    assert (result, starts) == (code, 1)
     assert (tmp_path / "requeued").exists() == (code == 0)
 
 
