@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import nn
 
 from msamp.kernels import ops, scalar_pool
 from msamp.nn.cast_scales import CastScales, just_in_time_scale
@@ -18,6 +19,27 @@ from msamp.nn.gemm import LayerGemm, Operand
 from msamp.nn.group_scaling import leave_maxima, maxima_for
 from msamp.nn.saved_activations import Saved
 from msamp.numerics.recipe import Cast
+
+
+class Wait:
+    """A module's hook that waits for its weights. A block that uses a module's weights without calling it passes over this hook, since the
+    block's own has waited for all of them (`weight_holders`). Copies and pickles of the module wait for nothing."""
+
+    def __init__(self, wait: Callable[..., Any] | None = None) -> None:
+        self.wait = wait
+
+    def __call__(self, *_: Any) -> None:
+        if self.wait is not None:
+            self.wait()
+
+    def __reduce__(self) -> Any:
+        return Wait, ()
+
+
+def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks that do not run if a block uses a module's weights without calling it, except those that wait for weights."""
+    kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return [hook for kind in kinds for hook in kind.values() if not isinstance(hook, Wait)]
 
 
 class Norm(NamedTuple):

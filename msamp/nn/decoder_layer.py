@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from msamp.nn.block import Norm
+from msamp.nn.block import Norm, hooks_of
 from msamp.nn.decoder_families import CACHES, Family, arguments_of, family_of, host_of, unrecognized
 from msamp.nn.gemm import LayerGemm
 from msamp.nn.layer_gains import MLP
@@ -145,6 +145,10 @@ class FusedDecoderLayer(_Fused):
         weights = (norm.weight, None, gate.weight, _bias((gate, up)), down.weight, down.bias)
         return MLPBlock.apply(x, delta, *weights, settings, up.weight)  # type: ignore[no-any-return, no-untyped-call]
 
+    def weight_holders(self) -> tuple[nn.Module, ...]:
+        """Return the modules whose weights this layer's own forward uses (`ZeRO.watch_forward`)."""
+        return (self,)
+
     def scalings_alike(self) -> list[tuple[str, list[tuple[LinearScaling, ...]]]]:
         """Return for each half the scalings of its layers in FP8, those that one GEMM joins together (`ScalingState`)."""
         halves = {"attention": (joined_attention(self), (self.self_attn.o_proj,))}
@@ -261,8 +265,7 @@ def why_not_mlp(layer: nn.Module, converted: "set[int] | None" = None) -> str:
 def _why_called(*modules: nn.Module) -> str:
     """Return why modules must be called, rather than only their parameters used."""
     for module in modules:
-        others = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-        if others or not all(map(_is_idle, module._forward_hooks.values())):
+        if not all(map(_is_idle, hooks_of(module))):
             return "a module inside it has a hook"
         if "forward" in vars(module):
             return "the forward of a module inside it was replaced"
@@ -297,7 +300,7 @@ def _why_apart(joined: Iterable[nn.Module], single: Iterable[nn.Module], convert
                 return "one product inside it computes in BF16"
             if 0 < number < len(joined) and (scaling.watches or scaling.checks or scaling.sums):
                 return "casts of a layer inside it are measured"
-        if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+        if hooks_of(layer):
             return "a linear layer inside it has a hook"
         if "forward" in vars(layer):
             return "the forward of a linear layer inside it was replaced"

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from msamp.kernels.reference.activate import KINDS
 from msamp.nn.attention_block import AttentionBlock, AttentionSettings, split_heads
-from msamp.nn.block import Norm
+from msamp.nn.block import Norm, hooks_of
 from msamp.nn.gemm import LayerGemm
 from msamp.nn.linear import FP8Linear
 from msamp.nn.mlp_block import MLPBlock, MLPSettings
@@ -89,6 +89,10 @@ class TransformerBlock(nn.Module):
     def _linears(self) -> tuple[nn.Module, ...]:
         return self.qkv, self.proj, self.fc1, self.fc2
 
+    def weight_holders(self) -> tuple[nn.Module, ...]:
+        """Return the modules whose weights this block's own forward uses (`ZeRO.watch_forward`)."""
+        return (self,)
+
     def forward(self, x: torch.Tensor, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None) -> torch.Tensor:
         if cos is None or sin is None:
             cos = sin = x.new_empty(x.shape[0], 0, dtype=torch.float32)
@@ -151,5 +155,5 @@ def _fusable(layer: nn.Module) -> bool:
         and layer.scaling.gemm.tensorwise
         and not layer.scaling.raised
         and not layer.scaling.in_bf16
-        and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+        and not hooks_of(layer)
     )

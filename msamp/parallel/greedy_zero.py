@@ -36,6 +36,7 @@ import torch.distributed as dist
 from msamp.comm.bucket import Bucket, BucketPiece, as_bytes
 from msamp.comm.collectives import Peers
 from msamp.comm.grad_sync import GradSync
+from msamp.nn.block import Wait
 from msamp.numerics.fp8_gradient import while_alive
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.shard import Holding, Shard
@@ -86,7 +87,7 @@ class ZeRO(Shard):
         self.deferred = self._defers = self._watches = False
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" and self.overlaps else None
         self._pending: dict[Bucket, torch.cuda.Event] = {}
-        if self._stream is not None:
+        if self.overlaps:
             self.watch_forward()
 
     def _groups(self) -> list[Peers]:
@@ -302,8 +303,8 @@ class ZeRO(Shard):
         model = self.sync.model()
         assert model is not None
         for module in model.modules():
-            module.register_state_dict_pre_hook(while_alive(self._before_a_state))
-            module.register_load_state_dict_pre_hook(while_alive(self._before_a_state))
+            module.register_state_dict_pre_hook(Wait(while_alive(self._before_a_state)))
+            module.register_load_state_dict_pre_hook(Wait(while_alive(self._before_a_state)))
             weight_holders = getattr(module, "weight_holders", None)
             holders = [] if weight_holders is None else list(weight_holders())
             if any(True for _ in module.parameters(recurse=False)):
@@ -312,13 +313,13 @@ class ZeRO(Shard):
             if holders:
                 read = [p for holder in holders for p in holder.parameters() if p in self.sync.names]
                 buckets = list(dict.fromkeys(self.sync.bucket_of(p) for p in read))
-                module.register_forward_pre_hook(while_alive(self._before_a_forward, buckets))
+                module.register_forward_pre_hook(Wait(while_alive(self._before_a_forward, buckets)))
 
-    def _before_a_forward(self, buckets: Iterable[Bucket], *_: Any) -> None:
+    def _before_a_forward(self, buckets: Iterable[Bucket]) -> None:
         for bucket in buckets:
             self.wait_for(bucket)
 
-    def _before_a_state(self, *_: Any) -> None:
+    def _before_a_state(self) -> None:
         self._check_not_deferred()  # not gathered here, since one rank alone may save a state dict
         self.wait()
 

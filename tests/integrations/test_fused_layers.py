@@ -11,6 +11,7 @@ from torch import nn
 
 import msamp
 from helpers import dist, hosts
+from helpers.late_weights import late
 from msamp.nn import decoder_families, decoder_layer
 from msamp.numerics.metrics import sqnr_db
 
@@ -387,6 +388,23 @@ def test_two_processes():
     for rank in dist.run(_data_parallel_and_fsdp, 2):
         for fused, unfused in rank:
             assert fused == pytest.approx(unfused, rel=2e-3)
+
+
+def _under_zero() -> list[list[float]]:
+    found = []
+    for zero in (False, True):
+        with late():
+            model, optimizer = begin(build(), zero=zero)
+            found.append(steps(model, optimizer, 4))
+            optimizer.wait()
+        found[-1] += [p.detach().float().double().sum().item() for p in model.parameters()]
+        assert [fused_halves(each) for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)))] == [4, 4, 4]
+    return found
+
+
+def test_zero_changes_no_bit_and_unfuses_nothing():
+    """ZeRO's hooks, which wait for weights in front of every module, are not hooks of the loop."""
+    assert all(plain == zero for plain, zero in dist.run(_under_zero, 2))
 
 
 @pytest.mark.gpu

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+import msamp
+from msamp.nn.transformer_block import TransformerBlock
 from msamp.numerics.formats import FP32
-from msamp.numerics.recipe import FP32_STATES
+from msamp.numerics.recipe import FP32_STATES, by_name
 from msamp.optim.optimizer import LowPrecisionOptimizer
 from msamp.parallel.data_parallel import grad_sync
 from msamp.parallel.greedy_zero import ZeRO
@@ -72,11 +74,15 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, set[str], set[s
     waited: set[str] = set()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(wait_event=waited.add))
     model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    return model, watch(model), waited
+
+
+def watch(model: nn.Module) -> set[str]:
     sync = grad_sync(model, dict.fromkeys(model.parameters(), FP32), shard=True, bucket_elements=1)
     model.kept_alive = shard = ZeRO(sync)  # type: ignore[assignment]
     shard.watch_forward()
     shard._pending.update({bucket: str(bucket) for bucket in sync.buckets})  # type: ignore[misc]
-    return model, {str(bucket) for bucket in sync.buckets}, waited
+    return {str(bucket) for bucket in sync.buckets}
 
 
 def test_a_module_waits_for_its_own_weights(watched):
@@ -91,6 +97,14 @@ def test_a_module_waits_for_the_weights_that_it_takes_from_its_children(watched)
     x = torch.ones(1, 3, 16)
     model.self_attn(x, x, x)
     assert waited == {name for name in events if name.startswith("self_attn")}
+
+
+def test_a_fused_block_stays_fused_and_waits_for_all_its_weights(watched):
+    block = msamp.convert(TransformerBlock(32, 2, 32), by_name("O3"), lambda *_: True)
+    events, waited = watch(block), watched[2]
+    assert block.fused
+    block(torch.ones(16, 1, 32))
+    assert waited == events
 
 
 @pytest.mark.parametrize("what", ["save", "save a part", "load", "load a part"])

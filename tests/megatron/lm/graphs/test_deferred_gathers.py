@@ -1,7 +1,6 @@
 """ZeRO in graphs: the first graph of a step gathers the weights of the update before, and nothing reads them earlier."""
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from helpers import dist, replayed, tiny
+from helpers.late_weights import late
 from megatron.lm import checkpoint
 from megatron.lm.build import build_training
 from megatron.lm.graphs.replay import WARM_UP
@@ -20,10 +20,8 @@ from megatron.lm.run.reports.norms import ParametersNorm
 from megatron.lm.run.step_watch import check_replicas
 from megatron.lm.step import evaluate, train_step
 from megatron.lm.training.state import Training
-from msamp.comm.bucket import Bucket
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.masters import version_of
-from msamp.optim.states import payload
 from msamp.parallel.greedy_zero import ZeRO
 
 STEPS = WARM_UP + 7
@@ -32,38 +30,6 @@ CASES: dict[str, dict[str, Any]] = {
     "O3": {"precision": "O3", "global_batch_size": 2},
     "O3, two micro-batches, untied": {"precision": "O3", "global_batch_size": 4, "untie_embeddings_and_output_weights": True},
 }
-
-
-@contextlib.contextmanager
-def late() -> Iterator[None]:
-    """All-gathered weights arrive when something waits for them and no earlier, as they may on a GPU."""
-    exchange, init = ZeRO._exchange, ZeRO.__init__
-
-    def with_hooks(shard: ZeRO, *args: Any) -> None:
-        init(shard, *args)
-        if shard.overlaps:
-            shard.watch_forward()
-
-    def send(shard: ZeRO, bucket: Bucket) -> None:
-        if not shard.overlaps:
-            exchange(shard, bucket)
-            return
-        stored = [payload(p).data for p in bucket.params]
-        before = [x.clone() for x in stored]
-        exchange(shard, bucket)
-        shard._pending[bucket] = [x.clone() for x in stored]  # type: ignore[assignment]
-        for x, old in zip(stored, before, strict=True):
-            x.copy_(old)
-
-    def wait_for(shard: ZeRO, bucket: Bucket) -> None:
-        shard._check_not_deferred()
-        arrived: Any = shard._pending.get(bucket, [])
-        for p, new in zip(bucket.params, arrived, strict=bool(arrived)):
-            payload(p).data.copy_(new)
-
-    patched = {"_exchange": send, "wait_for": wait_for, "__init__": with_hooks}
-    with patch.multiple(ZeRO, **patched):
-        yield
 
 
 class Arrived:
