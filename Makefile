@@ -123,8 +123,8 @@ test-nightly: $(READY) ## the longer tests that need no GPU: all, or with SHARD=
 test-gpu: $(READY) ## tests on one GPU with FP8
 	$(PYTEST) -m "gpu and not multi_gpu" tests $(ARGS)
 
-test-multi-gpu: $(READY) ## tests on two or more GPUs, six at a time on the same cards: their models are small, and starting processes takes longest
-	OMP_NUM_THREADS=1 $(PYTEST) -n 6 --dist worksteal -m multi_gpu tests $(ARGS)
+test-multi-gpu: $(READY) ## tests on two or more GPUs: four start their processes at a time, one at a time has the GPUs, for at most 90 s
+	OMP_NUM_THREADS=1 $(PYTEST) -v -n 4 --dist worksteal -m multi_gpu $$(grep -rl mark.multi_gpu tests --include='test_*.py') $(ARGS)
 
 soak: $(READY) ## kill small trainings 100 times at random moments, and see that nothing is lost (half an hour)
 	$(PYTHON) tools/soak.py $(ARGS)

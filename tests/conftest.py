@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -86,7 +87,10 @@ def what_stays_is_not_looked_at_again() -> Iterator[None]:
 
 
 def pytest_report_teststatus(report: pytest.CollectReport | pytest.TestReport) -> tuple[str, str, str] | None:
-    """The name of a test that fails and the first line of its error, at once: the list at the end is lost where a run is cut off."""
+    """The name of a test that fails and the first line of its error, at once: the list at the end is lost where a run is cut off. Of one
+    that passes on several GPUs how long it had them, without the time for which it waited."""
+    if report.passed and (times := re.findall(r"\d+ s on the cards", report.capstdout)):
+        return "passed", ".", f"PASSED ({', '.join(times)})"
     if not report.failed or not isinstance(report, pytest.TestReport):
         return None
     category, letter = ("failed", "F") if report.when == "call" else ("error", "E")

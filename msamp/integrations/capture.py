@@ -135,7 +135,7 @@ class CapturedStep:
                     "capturable=True, or the optimizer of msamp.initialize or msamp.integrations.fsdp.optimizer"
                 )
         self.model, self.optimizer, self.forward_backward, self.graphs = model, inner, forward_backward, graphs
-        self.update = (lambda: self.optimizer.step()) if update is None else update  # looked up later, since schedulers replace it
+        self.update = update
         self.captured = 0
         self.obstacle: str | None = None
         self._check_parameters()
@@ -320,7 +320,7 @@ class CapturedStep:
         args, kwargs = filled(inputs)
         try:
             result = self.forward_backward(*args, **kwargs)
-            self.update()
+            (self.update or self.optimizer.step)()  # looked up now, since schedulers replace it
         except BaseException:
             if self._group is None:
                 self.optimizer.zero_grad()

@@ -17,10 +17,13 @@ With one they are fresh interpreters: some import asks CUDA what it has, and no 
 """
 
 import contextlib
+import faulthandler
+import fcntl
 import gc
 import importlib.util
 import inspect
 import io
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -35,7 +38,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from helpers.megatron_jobs import UNCOMPILED
@@ -43,15 +46,18 @@ from helpers.megatron_jobs import UNCOMPILED
 # What nearly every file of tests imports: where each rank imported pytest and these itself, that took 0.1 s of its 0.15.
 PRELOADED = ["torch", "torch.distributed", "megatron.lm.run.trainer", "pytest", "helpers.numerics", "helpers.tiny"]
 GRACE_SECONDS = 2.0  # after one rank failed, the others get this long to fail by themselves
+GPU_SECONDS = 90  # of a call of `on_gpus`, cold kernel caches included
+CARDS_LOCK = Path(tempfile.gettempdir(), f"msamp-cards-{os.getuid()}.lock")
 
 
-def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, init: bool = True) -> list[Any]:
+def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, init: bool = True, gpus: bool = False) -> list[Any]:
     """Call `fn(*args)` on `world_size` new processes and return their results, rank 0 first.
 
     fn: a function at the top level of a file; args and results travel by pickle (tensors by value).
     init: join a gloo process group first; False leaves that to `fn`, which finds torchrun's variables in its environment.
-    The first rank to fail has its exception raised here, with its traceback as a note; TimeoutError after `timeout`
-    seconds. No process outlives the call.
+    gpus: as `on_gpus`.
+    The first rank to fail has its exception raised here, with its traceback as a note; TimeoutError, with the stacks of all ranks, once
+    `fn` and the end of its process have taken `timeout` seconds. No process outlives the call.
     """
     path = inspect.getsourcefile(fn)
     if path is None or not fn.__qualname__.isidentifier() or fn.__module__ == "__main__":  # each process would run the script again
@@ -60,22 +66,28 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 12
         payload = pickle.dumps(args)
         port = free_port()
         context = _context()
-        processes = [
-            context.Process(
-                target=_child,
-                args=(str(Path(path).resolve()), fn.__module__, fn.__qualname__, payload, rank, world_size, folder, port, timeout, init),
-                kwargs={"environment": dict(os.environ), "parent": os.getpid() if context.get_start_method() == "forkserver" else None},
-            )
-            for rank in range(world_size)
-        ]
+        parent = os.getpid() if context.get_start_method() == "forkserver" else None
+        call = _Call(str(Path(path).resolve()), fn.__module__, fn.__qualname__, payload, world_size, folder, port, timeout, init, gpus)
+        processes = [context.Process(target=_child, args=(call, rank, dict(os.environ), parent)) for rank in range(world_size)]
         try:
             for process in processes:
                 process.start()
-            _wait(processes, Path(folder), time.monotonic() + timeout)
+            _wait(processes, Path(folder), timeout)
+            if gpus:
+                print(f"{fn.__name__}: {time.time() - Path(folder, 'cards').stat().st_mtime:.0f} s on the cards")
             return [_result(Path(folder), rank) for rank in range(world_size)]
         finally:
             for process in processes:
                 _kill(process)
+
+
+def on_gpus(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """`run` over NCCL, a GPU for each rank; of all calls on this machine one at a time has the GPUs, while others start their processes.
+
+    Beside another's, a kernel of NCCL waits on each card for its time slice: tests took about as many times longer as there were of them,
+    and two runs of the whole ended among graphs that take longest. Starting processes, which imports take most of, needs no GPU.
+    """
+    return run(fn, world_size, *args, timeout=GPU_SECONDS, init=False, gpus=True)
 
 
 def place() -> tuple[int, int]:
@@ -87,7 +99,7 @@ def place() -> tuple[int, int]:
 
 
 def side_by_side(*calls: Callable[[], Any]) -> list[Any]:
-    """Results of calls of `run` that start at the same time: on GPUs, starting processes takes longest. Each needs files of its own."""
+    """Results of calls of `on_gpus` whose processes start at the same time. Each needs files of its own."""
     with ThreadPoolExecutor(len(calls)) as threads:
         return [future.result() for future in [threads.submit(call) for call in calls]]
 
@@ -111,22 +123,25 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _wait(processes: list, folder: Path, deadline: float) -> None:
-    """Return when every process has left with 0; raise the first failure, or TimeoutError at the deadline."""
-    limit = deadline
-    while running := [p for p in processes if p.is_alive()]:
-        if any(p.exitcode for p in processes):
+def _wait(processes: list, folder: Path, timeout: float) -> None:
+    """Return when every process has left with 0; raise the first failure, or TimeoutError if one took too long."""
+    limit = math.inf
+    while (running := [p for p in processes if p.is_alive()]) and time.monotonic() < limit:
+        if any(p.exitcode for p in processes) or any(folder.glob("error_*.pkl")):  # at its end, one that failed may wait for NCCL
             limit = min(limit, time.monotonic() + GRACE_SECONDS)
-        if not multiprocessing.connection.wait([p.sentinel for p in running], max(0.0, limit - time.monotonic())):
-            break
+        multiprocessing.connection.wait([p.sentinel for p in running], 0.5)
     failures = sorted(folder.glob("error_*.pkl"), key=lambda file: file.stat().st_mtime_ns)
     codes = {rank: p.exitcode for rank, p in enumerate(processes)}
+    stacks = {rank: text for rank in codes if (file := folder / f"stacks_{rank}").exists() and (text := file.read_text())}
+    if stacks and not failures:
+        late = TimeoutError(f"ranks {list(stacks)} were still running after {timeout:g} s")
+        for rank, text in stacks.items():
+            late.add_note(f"on rank {rank}:\n{text}")
+        raise late
     if any(code and not (folder / f"error_{rank}.pkl").exists() for rank, code in codes.items()):
         raise RuntimeError(f"a process died without a Python exception; exit codes by rank: {codes}")
     if failures:
         raise _error(failures[0])
-    if None in codes.values():
-        raise TimeoutError(f"ranks {[r for r, code in codes.items() if code is None]} were still running at the timeout")
 
 
 def _error(file: Path) -> BaseException:
@@ -155,20 +170,22 @@ def _kill(process: Any) -> None:
     process.join()
 
 
-def _child(
-    path: str,
-    module: str,
-    name: str,
-    payload: bytes,
-    rank: int,
-    world_size: int,
-    folder: str,
-    port: int,
-    timeout: float,
-    init: bool,
-    environment: dict[str, str],
-    parent: int | None,
-) -> None:
+class _Call(NamedTuple):
+    """What all ranks of a call of `run` get; folder: where they leave what they return."""
+
+    path: str
+    module: str
+    name: str
+    payload: bytes
+    ranks: int
+    folder: str
+    port: int
+    timeout: float
+    init: bool
+    gpus: bool
+
+
+def _child(call: _Call, rank: int, environment: dict[str, str], parent: int | None) -> None:
     os.setsid()
     if parent is not None:  # the server writes to where the test that started it wrote, and this test reads what its own ranks say
         for descriptor in (1, 2):
@@ -180,22 +197,22 @@ def _child(
         OMP_NUM_THREADS="1",
         GLOO_SOCKET_IFNAME="lo",
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        MASTER_PORT=str(call.port),
         RANK=str(rank),
         LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
+        WORLD_SIZE=str(call.ranks),
+        LOCAL_WORLD_SIZE=str(call.ranks),
     )
     try:
-        result = _call(path, module, name, payload, rank, world_size, folder, timeout, init)
-        Path(folder, f"result_{rank}.pkl").write_bytes(pickle.dumps(result))
+        result = _call(call, rank)
+        Path(call.folder, f"result_{rank}.pkl").write_bytes(pickle.dumps(result))
     except BaseException as error:
         # Written before the process group goes: its end makes the other ranks fail too, and the first file is the cause.
         try:
             pickled = pickle.dumps(error)
         except Exception:  # reported as text instead, see _error
             pickled = b""
-        Path(folder, f"error_{rank}.pkl").write_bytes(pickle.dumps((pickled, traceback.format_exc())))
+        Path(call.folder, f"error_{rank}.pkl").write_bytes(pickle.dumps((pickled, traceback.format_exc())))
         sys.exit(1)
     import torch.distributed
 
@@ -203,7 +220,19 @@ def _child(
         torch.distributed.destroy_process_group()
 
 
-def _call(path: str, module: str, name: str, payload: bytes, rank: int, world_size: int, folder: str, timeout: float, init: bool) -> Any:
+def _take_cards(folder: Path, rank: int, world_size: int) -> None:
+    """Return once all ranks are here and no other call has the GPUs. The lock goes with the process of the first rank."""
+    Path(folder, f"here_{rank}").touch()
+    if rank == 0:
+        while len(list(folder.glob("here_*"))) < world_size:
+            time.sleep(0.02)
+        fcntl.flock(os.open(CARDS_LOCK, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)
+        Path(folder, "cards").touch()
+    while not Path(folder, "cards").exists():
+        time.sleep(0.02)
+
+
+def _call(call: _Call, rank: int) -> Any:
     from datetime import timedelta
 
     import torch
@@ -211,24 +240,32 @@ def _call(path: str, module: str, name: str, payload: bytes, rank: int, world_si
 
     torch.set_num_threads(1)
     # Under the parent's module name, so that classes of the test file unpickle on both sides.
-    spec = importlib.util.spec_from_file_location(module, path)
+    spec = importlib.util.spec_from_file_location(call.module, call.path)
     assert spec is not None
     assert spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
-    sys.modules[module] = loaded
+    sys.modules[call.module] = loaded
     spec.loader.exec_module(loaded)
     gc.freeze()  # as in conftest.py
     if torch.cuda.is_available():  # as in conftest.py
         from msamp.nn import layer_gains
 
         layer_gains.default_measure = lambda: None
-    if init:
+    if call.gpus:
+        _take_cards(Path(call.folder), rank, call.ranks)
+    stacks = Path(call.folder, f"stacks_{rank}").open("w")  # noqa: SIM115 - until the process has ended
+    faulthandler.dump_traceback_later(call.timeout, exit=True, file=stacks)
+    if call.gpus:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(rank)
+        torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if call.init:
         torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+            "gloo", init_method=f"file://{call.folder}/store", rank=rank, world_size=call.ranks, timeout=timedelta(seconds=call.timeout)
         )
         # A rank whose function is short would leave while another is still connecting to it, and fail that one.
         torch.distributed.barrier()
-    return getattr(loaded, name)(*pickle.loads(payload))
+    return getattr(loaded, call.name)(*pickle.loads(call.payload))
 
 
 def written(state: dict[str, Any]) -> bytes:

@@ -118,8 +118,6 @@ def layers(group: Any, transport: str, saved_input: str) -> list[Tensor]:
 
 
 def on_two_gpus() -> dict[str, Any]:
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("nccl")
     group = torch.distributed.group.WORLD
     auto, words = choose_peers(group, WireBytes(), "auto")
     found = together(group) | {"obstacle": obstacle(group), "auto": (auto.copies, words)}
@@ -129,13 +127,12 @@ def on_two_gpus() -> dict[str, Any]:
     found["poisoned"] = [
         all(a.equal(b) for a, b in zip(layers(group, "copies", saved), wanted[saved], strict=True)) for saved in SAVED_INPUTS
     ]
-    torch.distributed.destroy_process_group()
     return found
 
 
 @pytest.mark.multi_gpu
 def test_copies_bring_what_nccl_brings():
-    ranks = dist.run(on_two_gpus, 2, init=False, timeout=400)
+    ranks = dist.on_gpus(on_two_gpus, 2)
     for found in ranks:
         assert found["obstacle"] is None
         assert all(found["same"])

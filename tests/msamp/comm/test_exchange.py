@@ -3,11 +3,9 @@
 The definition here shares no code with the library but the order of its operations: scales are searched in FP64, casts are torch's.
 """
 
-import datetime
 import functools
 import itertools
 import math
-import os
 
 import pytest
 import torch
@@ -241,9 +239,6 @@ def test_an_exchange_says_which_scalings_it_takes():
 
 
 def two_gpus() -> dict:
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    torch.distributed.init_process_group("nccl", timeout=datetime.timedelta(seconds=60))
     peers = Peers(torch.distributed.group.WORLD, WireBytes())
     assert peers.nccl
     found = {}
@@ -258,7 +253,7 @@ def two_gpus() -> dict:
 @pytest.mark.multi_gpu
 def test_two_gpus():
     """fp32-sum as on one process, to the bit; NCCL's sum within the rounding of its one hop, and the same on both ranks."""
-    ranks = dist.run(two_gpus, 2, init=False, timeout=400)
+    ranks = dist.on_gpus(two_gpus, 2)
     for name, form, kind, shard in ranks[0]:
         key, fmt = (name, form, kind, shard), by_name(form)
         if name == "NCCLWire" and not shard:

@@ -1,7 +1,6 @@
 """A synchroniser for a model: its buckets, and networks that train in their loop with and without ZeRO."""
 
 import contextlib
-import os
 from typing import Any
 
 import pytest
@@ -105,14 +104,6 @@ def each_level(device: str, micro_batches: int) -> dict[tuple[str, bool], dict[s
     return {(level, zero): train(level, zero, device, micro_batches) for level in LEVELS for zero in (True, False)}
 
 
-def each_level_on_gpus() -> dict[tuple[str, bool], dict[str, Any]]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
-    return each_level(device, 2)
-
-
 def check_levels(seen: list[dict[tuple[str, bool], dict[str, Any]]]) -> None:
     for level in LEVELS:
         check_on_and_off([rank[level, True] for rank in seen], [rank[level, False] for rank in seen])
@@ -125,7 +116,7 @@ def test_two_processes_train_the_same_with_and_without_zero():
 
 @pytest.mark.multi_gpu
 def test_two_gpus_with_overlap_train_the_same_with_and_without_zero():
-    check_levels(dist.run(each_level_on_gpus, 2, init=False, timeout=400))
+    check_levels(dist.on_gpus(each_level, 2, "cuda", 2))
 
 
 # ------------------------------------------------------------------------------------------------------------------- buckets

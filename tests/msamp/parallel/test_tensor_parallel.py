@@ -2,11 +2,9 @@
 ranks' casts, GEMMs and sums itself (`one_process_mlp.py`)."""
 
 import contextlib
-import datetime
 import functools
 import itertools
 import math
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -300,15 +298,13 @@ def test_bad_input_is_refused(world):
 
 
 def two_gpus() -> dict[Case, list[dict[str, Any]]]:
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("nccl", timeout=datetime.timedelta(seconds=60))
     train(CASES[0], build(CASES[0], "cuda"), device="cuda")  # compiles kernels and makes communicators
     return {case: train(case, build(case, "cuda"), device="cuda", strict=True) for case in CASES}
 
 
 @pytest.mark.multi_gpu
 def test_two_gpus_do_what_one_does_without_a_host_sync():
-    found = dist.run(two_gpus, 2, init=False, timeout=400)
+    found = dist.on_gpus(two_gpus, 2)
     for case in CASES:
         one = OneProcess(case, 2, "cuda")
         for step in range(STEPS):

@@ -1,11 +1,9 @@
 """Resuming on GPUs: bit for bit, with CUDA graphs and checkpoints written in the background; over NCCL, onto another grid."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from helpers import dist, tiny
@@ -55,8 +53,6 @@ def test_resume_on_a_gpu_is_bit_exact(prefix: Path, tmp_path: Path, level: str):
 
 
 def on_two(prefix: str, folder: str) -> dict[str, Any]:
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("nccl")
     found: dict[str, Any] = {
         level: straight_and_resumed(prefix, f"{folder}/{level}", precision=level) for level in ("fp16-amp", "bf16", "O2", "O3")
     }
@@ -67,10 +63,9 @@ def on_two(prefix: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.timeout(500)
 def test_two_gpus_resume_bit_for_bit_and_move_to_tensor_parallelism(tmp_path: Path):
     prefix = str(tiny.write_data(tmp_path))
-    left, right = dist.run(on_two, 2, prefix, str(tmp_path / "saved"), init=False, timeout=450)
+    left, right = dist.on_gpus(on_two, 2, prefix, str(tmp_path / "saved"))
     for level in ("fp16-amp", "bf16", "O2", "O3"):
         straight, before, after = left[level]
         assert before[0] + after[0] == straight[0], level

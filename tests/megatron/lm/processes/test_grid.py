@@ -6,7 +6,6 @@ of tensor and one of pipeline parallelism; what TP, ZeRO and the wire do to the 
 rest of the table and 4 processes.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -281,19 +280,12 @@ def check(
             assert all(tiny.same(same[0], other) for other in same), key
 
 
-def runs_on_gpus(prefix: str, cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("nccl")
-    return all_runs(prefix, cases)
-
-
 @pytest.mark.multi_gpu
-@pytest.mark.timeout(600)
 def test_two_gpus_train_as_one(tmp_path: Path):
     alone = {(recipe, model): (recipe, model, {}) for recipe, model, _ in GPUS.values()}
     (one,), two = dist.side_by_side(
-        lambda: dist.run(runs_on_gpus, 1, str(tiny.write_data(tmp_path, "one")), alone, init=False, timeout=400),
-        lambda: dist.run(runs_on_gpus, 2, str(tiny.write_data(tmp_path, "two")), GPUS, init=False, timeout=400),
+        lambda: dist.on_gpus(all_runs, 1, str(tiny.write_data(tmp_path, "one")), alone),
+        lambda: dist.on_gpus(all_runs, 2, str(tiny.write_data(tmp_path, "two")), GPUS),
     )
     for name, case in GPUS.items():
         check(two, name, case, one, GPU_LIMITS)

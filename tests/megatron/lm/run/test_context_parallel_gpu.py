@@ -1,11 +1,9 @@
 """Context parallelism on two GPUs over NCCL: it trains as one GPU, and whole steps in CUDA graphs have the losses of eager ones."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from helpers import dist, tiny
 
@@ -35,22 +33,17 @@ def settings(prefix: str, way: tuple[str, dict[str, Any]], graph: str) -> Any:
     return tiny.config(prefix, micro_batch_size=2, global_batch_size=4, train_iters=12, cuda_graph=graph, **shape, **RUNS[run], **added)
 
 
-def train_all(prefix: str, ways: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, list[float]]:
-    """Losses of each run, eager and in graphs, on rank 0; those of the other ranks are empty."""
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("nccl")
-    return {
-        f"{name} {graph}": tiny.losses(tiny.run(settings(prefix, way, graph))) for name, way in ways.items() for graph in ("none", "step")
-    }
+def train_all(prefix: str, ways: dict[str, tuple[str, dict[str, Any]]], graphs: tuple[str, ...]) -> dict[str, list[float]]:
+    """Losses of each run on rank 0; those of the other ranks are empty."""
+    return {f"{name} {graph}": tiny.losses(tiny.run(settings(prefix, way, graph))) for name, way in ways.items() for graph in graphs}
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.timeout(900)
 def test_two_gpus_that_share_sequences_train_as_one(tmp_path: Path):
     pytest.importorskip("cudnn")
     (alone,), (together, _) = dist.side_by_side(
-        lambda: dist.run(train_all, 1, str(tiny.write_data(tmp_path, "one")), ALONE, init=False, timeout=400),
-        lambda: dist.run(train_all, 2, str(tiny.write_data(tmp_path, "two")), WAYS, init=False, timeout=400),
+        lambda: dist.on_gpus(train_all, 1, str(tiny.write_data(tmp_path, "one")), ALONE, ("none",)),
+        lambda: dist.on_gpus(train_all, 2, str(tiny.write_data(tmp_path, "two")), WAYS, ("none", "step")),
     )
     for name, (run, _) in WAYS.items():
         for graph in ("none", "step"):

@@ -1,6 +1,5 @@
 """Data parallelism over NCCL: two GPUs train as one does, and end with the same bits."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +34,14 @@ def train(prefix: str, name: str, micro_batch_size: int) -> Result:
 
 def train_all(prefix: str, micro_batch_size: int) -> dict[str, Result]:
     """Every run, one after another in the same processes: a fresh one takes a minute to import megatron-core on a cold machine."""
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("nccl")
     return {name: train(prefix, name, micro_batch_size) for name in RUNS}
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.timeout(900)
 def test_two_gpus_train_as_one_and_zero_changes_no_bit(tmp_path: Path):
     (alone,), (left, right) = dist.side_by_side(
-        lambda: dist.run(train_all, 1, str(tiny.write_data(tmp_path, "one")), 8, init=False, timeout=400),
-        lambda: dist.run(train_all, 2, str(tiny.write_data(tmp_path, "two")), 4, init=False, timeout=400),
+        lambda: dist.on_gpus(train_all, 1, str(tiny.write_data(tmp_path, "one")), 8),
+        lambda: dist.on_gpus(train_all, 2, str(tiny.write_data(tmp_path, "two")), 4),
     )
     for name, (losses, weights) in left.items():
         assert losses == pytest.approx(alone[name][0], rel=LIMITS[name]), name

@@ -1,6 +1,5 @@
 """Experts on two GPUs over NCCL: they train as on one, and whole steps in CUDA graphs have the bits of eager ones."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,6 @@ def train(prefix: str, name: str, grid: dict[str, Any], micro_batch_size: int) -
 
 
 def train_all(prefix: str, grid: dict[str, Any], micro_batch_size: int) -> dict[str, Any]:
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("nccl")
     return {name: train(prefix, name, grid, micro_batch_size) for name in RUNS}
 
 
@@ -52,11 +49,10 @@ def test_the_runs_are_valid(name, tmp_path: Path):
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.timeout(900)
 def test_two_gpus_with_half_of_the_experts_train_as_one(tmp_path: Path):
     (alone,), ranks = dist.side_by_side(
-        lambda: dist.run(train_all, 1, str(tiny.write_data(tmp_path, "one")), {}, 2, init=False, timeout=400),
-        lambda: dist.run(train_all, 2, str(tiny.write_data(tmp_path, "two")), EP2, 2, init=False, timeout=400),
+        lambda: dist.on_gpus(train_all, 1, str(tiny.write_data(tmp_path, "one")), {}, 2),
+        lambda: dist.on_gpus(train_all, 2, str(tiny.write_data(tmp_path, "two")), EP2, 2),
     )
     for name, (losses, _) in ranks[0].items():
         assert losses == pytest.approx(alone[name][0], rel=LIMITS[name.split()[0]]), name
