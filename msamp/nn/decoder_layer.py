@@ -189,12 +189,16 @@ def fuse(model: nn.Module) -> list[nn.Module]:
         host = type(layer)
         layer.__class__ = _fused(FusedDecoderLayer, host)
     models: Any = model.modules() if layers else ()
-    for each in models:
-        loss: Any = each.loss_function if getattr(each, "loss_type", None) == "ForCausalLM" else None
-        known = (getattr(loss, "__module__", ""), getattr(loss, "__qualname__", "")) == _LOSS
-        if known and " ".join(inspect.signature(loss).parameters) == _LOSS_ARGUMENTS:
-            each.loss_function = causal_lm_loss
+    for each in filter(computes_known_loss, models):
+        each.loss_function = causal_lm_loss
     return layers
+
+
+def computes_known_loss(model: nn.Module) -> bool:
+    """Whether a model computes its loss by transformers' `ForCausalLMLoss`, which `causal_lm_loss` can replace."""
+    loss: Any = model.loss_function if getattr(model, "loss_type", None) == "ForCausalLM" else None
+    known = (getattr(loss, "__module__", ""), getattr(loss, "__qualname__", "")) == _LOSS
+    return known and " ".join(inspect.signature(loss).parameters) == _LOSS_ARGUMENTS
 
 
 def unfuse(model: nn.Module) -> None:

@@ -11,13 +11,14 @@ from typing import NamedTuple, TypeVar
 
 from torch import nn
 
-from msamp.nn.decoder_layer import FusedDecoderLayer, unrecognized, why_not_attention, why_not_mlp
+from msamp.nn.decoder_layer import FusedDecoderLayer, computes_known_loss, unrecognized, why_not_attention, why_not_mlp
 from msamp.nn.expert_layer import Experts, HostExperts
 from msamp.nn.filters import DEFAULT, Filter, why_refused
 from msamp.nn.layer_gains import IN_BF16
 from msamp.nn.linear import FP8Linear, Loading
 from msamp.nn.multihead_attention import why_not
 from msamp.nn.scaling_state import LinearScaling
+from msamp.nn.vocabulary_loss import causal_lm_loss
 from msamp.numerics.recipe import O2, Recipe
 from msamp.numerics.tensor import PLAIN, ScalingTensor
 
@@ -65,11 +66,13 @@ class Survey:
         holders: every module that owns weight matrices.
         parameters: number of elements of all parameters, including embeddings, norms and biases.
         halves: of the decoder layers of transformers that `msamp.initialize` knows how to fuse.
+        fused_loss: whether the model computes its loss by `msamp.nn.vocabulary_loss.causal_lm_loss`.
     """
 
     holders: tuple[Holder, ...]
     parameters: int
     halves: tuple[Half, ...] = ()
+    fused_loss: bool = False
 
     @property
     def converted(self) -> list[str]:
@@ -109,6 +112,7 @@ class Survey:
             unfused = _by_reason(self.halves)
             count = len(self.halves) - sum(map(len, unfused.values()))
             lines.append(f"{count} of {len(self.halves)} halves of decoder layers (attention, MLP) run fused")
+            lines += ["the loss makes no FP32 copy of the logits"] if self.fused_loss else []
             lines += [f"  not fused, {why}: {_listed([half.name for half in left])}" for why, left in unfused.items()]
         return "\n".join(lines)
 
@@ -164,7 +168,9 @@ def decide(model: nn.Module, recipe: Recipe, accept: Filter, left_out: str = "")
             holders.append(Holder(name, sum(p.numel() for p in weights), why))
             low |= {id(module)} if not why and not in_fp8(module) else set()
     halves = tuple(Half(f"{name} {half}", why) for name, module in model.named_modules() for half, why in _halves(module, low))
-    return Survey(tuple(holders), sum(p.numel() for p in model.parameters()), halves)
+    taken = low and any(not half.why for half in halves) and any(map(computes_known_loss, model.modules()))
+    fused_loss = bool(taken) or any(vars(module).get("_loss_function") is causal_lm_loss for module in model.modules())
+    return Survey(tuple(holders), sum(p.numel() for p in model.parameters()), halves, fused_loss)
 
 
 def _halves(module: nn.Module, low: set[int]) -> list[tuple[str, str]]:

@@ -115,14 +115,15 @@ def causal_lm_loss(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """(logits [M, V], labels [M], weights [M]) -> the sum of weights * losses. The logits, which alone have a gradient, are kept."""
+    """(logits [M, V], labels [M], weights [M]) -> the sum of weights * losses. The logits, which alone have a gradient, are kept: the
+    gradient takes their memory only in a graph's last backward, and if nothing else holds it, such as the model's output."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         logits = logits.contiguous()
         parts = ops.softmax_parts(logits, labels, 0)
         largest, total, picked = parts
-        ctx.save_for_backward(logits, labels, weights, parts)
+        ctx.save_for_backward(logits.detach(), labels, weights, parts)
         known = (labels >= 0) & (labels < logits.shape[1])
         losses = torch.where(known, total.log() - (picked - largest), torch.nan)
         return (weights * losses).masked_fill(weights == 0, 0.0).sum()
@@ -131,9 +132,17 @@ class _CrossEntropy(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         logits, labels, weights, parts = ctx.saved_tensors
-        grad = torch.empty_like(logits)
+        grad = logits if _held_once(logits) else torch.empty_like(logits)
         ops.cross_entropy_of_parts_(grad, labels, weights * grad_loss, parts[None], 0, logits)
         return grad, None, None
+
+
+def _held_once(saved: torch.Tensor) -> bool:
+    """Whether a backward may overwrite a tensor saved for it: the graph is not kept, and no other tensor has the memory."""
+    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
+        return False
+    storage = saved.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) == 2  # of `saved` and of `storage`
 
 
 def chunk_rows(

@@ -330,9 +330,9 @@ def test_the_survey_says_which_kinds_of_layers_are_not_fused():
 
 def test_the_survey_before_and_after():
     model = build()
-    before = msamp.survey(model)
-    assert "4 of 4 halves of decoder layers (attention, MLP) run fused" in str(before)
-    assert msamp.survey(begin(model)[0]).halves == before.halves
+    before, after = msamp.survey(model), msamp.survey(begin(model)[0])
+    assert "4 of 4 halves of decoder layers (attention, MLP) run fused\nthe loss makes no FP32 copy of the logits" in str(before)
+    assert (after.halves, after.fused_loss) == (before.halves, before.fused_loss)
     narrow = msamp.survey(model, accept=msamp.filters.exclude_names("k_proj"))
     assert msamp.survey(build(), accept=msamp.filters.exclude_names("k_proj")).halves[0].why == "a linear layer inside it is not in FP8"
     assert narrow.halves == before.halves

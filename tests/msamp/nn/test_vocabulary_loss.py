@@ -11,7 +11,7 @@ from helpers.choices import each_value
 from helpers.numerics import KINDS, make, measure
 from msamp.kernels.scaled_mm import fp8_hardware
 from msamp.nn import vocabulary_loss
-from msamp.nn.vocabulary_loss import linear_cross_entropy
+from msamp.nn.vocabulary_loss import causal_lm_loss, linear_cross_entropy
 from msamp.numerics.formats import E4M3, E5M2, Format
 from msamp.numerics.quantize import quantize
 
@@ -230,3 +230,22 @@ def test_memory_at_the_size_of_gpt_1_3b():
     assert peak < 0.4 * 6 * tokens * vocabulary, "of logits in BF16 and FP32"
     want = (functional.cross_entropy((hidden[:512] @ weight.t()).float(), labels[:512], reduction="none") * weights[:512]).sum()
     assert linear_cross_entropy(hidden[:512], weight, labels[:512], weights[:512])[0].item() == pytest.approx(want.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("held", ["logits", "a view", "the graph", "nothing"])
+def test_the_gradient_of_logits_takes_their_memory_if_nothing_else_holds_it(held: str, monkeypatch: pytest.MonkeyPatch):
+    hidden, weight, labels, _ = case(torch.bfloat16)
+    found, kernel = [], vocabulary_loss.ops.cross_entropy_of_parts_
+    noted = lambda grad, *args: (found.append(grad is args[-1]), kernel(grad, *args))  # noqa: E731
+    monkeypatch.setattr(vocabulary_loss.ops, "cross_entropy_of_parts_", noted)
+    logits, grads = hidden @ weight.t(), []
+    logits.register_hook(grads.append)
+    want = logits.detach().float().clone().requires_grad_()
+    functional.cross_entropy(want, labels, ignore_index=9).backward()
+    loss = causal_lm_loss(logits, None, VOCABULARY, ignore_index=9, shift_labels=labels)
+    kept = {"logits": logits, "a view": logits[:]}.get(held)
+    del logits
+    loss.backward(retain_graph=held == "the graph")
+    assert found == [held == "nothing"]
+    assert kept is None or kept.float().equal(want)
+    near(grads[0].float(), want.grad, 2**-7)
