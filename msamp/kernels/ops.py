@@ -186,10 +186,10 @@ cast_transposed = _operator(_cast_transpose.cast_transposed)
 cross_entropy_ = _operator(_cross_entropy.cross_entropy_, mutates=("logits",))
 cross_entropy_of_parts_ = _operator(_cross_entropy.cross_entropy_of_parts_, mutates=("logits",))
 expert_cast = _operator(_expert_cast.expert_cast)
-expert_swiglu = _operator(_expert_swiglu.expert_swiglu, mutates=_SLOTS)
+expert_swiglu = _operator(_expert_swiglu.expert_swiglu, mutates=("amax_slot",))
 expert_swiglu_backward = _operator(
     _expert_swiglu.expert_swiglu_backward,
-    mutates=_SLOTS,
+    mutates=("amax_slot",),
     fake=_fake_sums(_expert_swiglu.expert_swiglu_backward, lambda grad_a, *_: (grad_a.shape[1],)),
 )
 group_cast = _operator(_group_cast.group_cast)

@@ -76,22 +76,16 @@ def lost_frac(update: torch.Tensor, effective: torch.Tensor) -> float:
     return float(((update != 0) & (effective == 0)).double().mean())
 
 
-def undelivered_frac(update: torch.Tensor, effective: torch.Tensor) -> float:
-    """Share of an update that did not reach the parameters, in [0, 1]: 1 - sum sign(update) effective / sum |update|, in FP64.
+def undelivered_share(distance: float, arrived: float) -> float:
+    """Share of an update that did not reach the parameters, in [0, 1]: 1 - sum sign(update) effective / sum |update|. NaN if a sum is NaN.
 
     `lost_frac` counts the elements that did not move. With stochastic rounding that is most of them, although the update arrives on
     average. This metric is a mean over the elements: 0 for unbiased rounding, up to noise that shrinks with their number, and for nearest
     rounding the share that is lost for good, if the parameters are already stored values. It is 0 for a zero update.
 
     Args:
-        update: the update in FP32, any shape.
-        effective: the actual change of the parameters, same shape.
+        distance: the sum of |update|, of the update in FP32.
+        arrived: the sum of sign(update) times the actual change of the parameters.
     """
-    update, effective = update.double(), effective.double()
-    return undelivered_share(float(update.abs().sum()), float((update.sign() * effective).sum()))
-
-
-def undelivered_share(distance: float, arrived: float) -> float:
-    """`undelivered_frac` from its two sums: of |update|, and of sign(update) times the actual change. NaN if either is NaN."""
     share = 1.0 - arrived / distance if distance else 0.0
     return share if math.isnan(share) else min(1.0, max(0.0, share))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from msamp.numerics.formats import Format
-from msamp.numerics.metrics import saturation_frac, sqnr_db, underflow_frac
+from msamp.numerics.metrics import saturation_frac, sqnr_db, undelivered_share, underflow_frac
 from msamp.numerics.quantize import cast
 from msamp.numerics.scaling import scale_from_amax
 from msamp.numerics.tensor import ScalingTensor
@@ -226,3 +226,9 @@ COAT_GRADIENTS = {
 ATTENTION_GRADIENTS = ((18.8, 19.1, 20.1), (8.3, 10.4, 14.6), (21.1, 16.4, 20.9))
 # cuDNN's FP8 attention against its definition, SQNR in dB: they round the softmax at other places. `again`: gradients of two runs.
 ATTENTION_KERNEL = {"o": 28.0, "dq": 20.0, "dk": 20.0, "dv": 20.0, "again": 30.0}
+
+
+def undelivered_frac(update: torch.Tensor, effective: torch.Tensor) -> float:
+    """`undelivered_share` from its tensors, in FP64."""
+    update, effective = update.double(), effective.double()
+    return undelivered_share(float(update.abs().sum()), float((update.sign() * effective).sum()))

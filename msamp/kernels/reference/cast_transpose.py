@@ -94,7 +94,7 @@ def _store(
     dtype: torch.dtype,
     col: bool,
     colsum: bool,
-    scale_inv_slot: torch.Tensor | None,
+    scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output of an operator with the FP32 result `v` [M, N]: `cast_transpose` of it, or plain `v` in a wide `dtype`."""
     if dtype.itemsize == 1:

@@ -16,7 +16,6 @@ def expert_swiglu(
     amax_slot: torch.Tensor | None,
     dtype: torch.dtype,
     *,
-    scale_inv_slot: torch.Tensor | None = None,
     end: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `probs * silu(gate) * up`, in the format of the second linear layer's input. That layer is linear in its input, so the sum
@@ -28,13 +27,12 @@ def expert_swiglu(
         scale: FP32, 0-dim, a power of two; None uses a just-in-time scale from the result's amax.
         amax_slot: FP32, 0-dim, raised in place to the amax of the result (+inf if not finite); None does not measure it.
         dtype: of the result; a wide dtype gives a plain result without scale and amax.
-        scale_inv_slot: FP32, 0-dim, as in `cast_transpose`.
         end: int32 [1]: rows from this number on have probability 0, and are undefined in the result (`permute`).
 
     Returns:
-        [R, F] of `dtype`; scale_inv FP32, 0-dim, NaN if the result is not finite (empty with a wide `dtype`, or if a slot is given).
+        [R, F] of `dtype`; scale_inv FP32, 0-dim, NaN if the result is not finite (empty with a wide `dtype`).
     """
-    a, _, scale_inv, _ = _store(_weighted(y, probs), scale, amax_slot, dtype, False, False, scale_inv_slot)
+    a, _, scale_inv, _ = _store(_weighted(y, probs), scale, amax_slot, dtype, False, False)
     return a, scale_inv
 
 
@@ -48,7 +46,6 @@ def expert_swiglu_backward(
     amax_slot: torch.Tensor | None,
     dtype: torch.dtype,
     *,
-    scale_inv_slot: torch.Tensor | None = None,
     end: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the gradients of `expert_swiglu`, cast for the grouped GEMMs, and its transposed result, which forward did not save.
@@ -61,20 +58,18 @@ def expert_swiglu_backward(
         scale: of the gradient, FP32, 0-dim, a power of two; None uses a just-in-time scale.
         amax_slot: FP32, 0-dim, raised in place to the amax of the gradient (+inf if not finite); None does not measure it.
         dtype: FP8, of the gradient.
-        scale_inv_slot: FP32, 0-dim, as in `cast_transpose`.
         end: as in `expert_swiglu`; the columns of the transposes are undefined too.
 
     Returns:
         Gradient g [R, 2F] and its transpose [2F, R], of `dtype`; scale_inv FP32, 0-dim, NaN if g is not finite; the transpose [F, R] of
-        `expert_swiglu`'s result, with the same codes; parts of the gradient of `probs`, FP32 [parts, R], to be added up. scale_inv is empty
-        if a slot is given.
+        `expert_swiglu`'s result, with the same codes; parts of the gradient of `probs`, FP32 [parts, R], to be added up.
 
     Raises:
         ValueError: if R is not a multiple of 4.
     """
     check_rows(y.shape[0])
     exact = expert_swiglu_gradient(grad_a, y, probs)
-    g, g_t, scale_inv, _ = _store(exact, scale, amax_slot, dtype, True, False, scale_inv_slot)
+    g, g_t, scale_inv, _ = _store(exact, scale, amax_slot, dtype, True, False)
     a_t = quantize(_weighted(y, probs), inverse(a_scale_inv), of_dtype(a_dtype)).t().contiguous()
     return g, g_t, scale_inv, a_t, (grad_a.float() * _activation(y, "swiglu")).sum(1).unsqueeze(0)
 

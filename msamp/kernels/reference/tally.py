@@ -55,7 +55,7 @@ def tally_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor, scale_inv:
 def tally_update_(row: torch.Tensor, before: torch.Tensor, wanted: torch.Tensor, stored: torch.Tensor, scale_inv: torch.Tensor) -> None:
     """Add the statistics of a stored update to `row`, in one read and without a host sync.
 
-    `edq`, `lost_frac` and `undelivered_frac` of `msamp.numerics.metrics` follow from them.
+    `edq`, `lost_frac` and `undelivered_share` of `msamp.numerics.metrics` follow from them.
 
     Args:
         row: FP64 [7], changed in place: number of elements; sums of stored^2, of update^2 and of update times stored change; number of

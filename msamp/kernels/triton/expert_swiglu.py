@@ -110,7 +110,7 @@ def parts(F: int) -> int:
     return max(1, triton.cdiv(F, BACKWARD["swiglu"][1]))
 
 
-def expert_swiglu(y, probs, scale, amax_slot, dtype, *, scale_inv_slot=None, end=None):
+def expert_swiglu(y, probs, scale, amax_slot, dtype, *, end=None):
     """See the reference twin."""
     F = features(y, "swiglu")
     y, M = y.contiguous(), y.shape[0]
@@ -123,10 +123,10 @@ def expert_swiglu(y, probs, scale, amax_slot, dtype, *, scale_inv_slot=None, end
             y, probs, end, a, scale, amax, scale_inv, M, F, TILE_M=TILE_M, TILE_N=TILE_N, num_warps=WARPS, **constants
         )  # fmt: skip
 
-    return a, _quantise(launch, scale, amax_slot, scale_inv_slot, dtype, y.device)
+    return a, _quantise(launch, scale, amax_slot, None, dtype, y.device)
 
 
-def expert_swiglu_backward(grad_a, y, probs, a_scale_inv, a_dtype, scale, amax_slot, dtype, *, scale_inv_slot=None, end=None):
+def expert_swiglu_backward(grad_a, y, probs, a_scale_inv, a_dtype, scale, amax_slot, dtype, *, end=None):
     """See the reference twin."""
     check_rows(y.shape[0])
     y, grad_a = y.contiguous(), grad_a.contiguous()
@@ -145,4 +145,4 @@ def expert_swiglu_backward(grad_a, y, probs, a_scale_inv, a_dtype, scale, amax_s
             A_MAX=of_a["FP8_MAX"], A_MANTISSA=of_a["MANTISSA"], A_BIAS=of_a["BIAS"], num_warps=warps, **fp8_constants(dtype, device),
         )  # fmt: skip
 
-    return g, g_t, _quantise(launch, scale, amax_slot, scale_inv_slot, dtype, device), a_t, grad_probs
+    return g, g_t, _quantise(launch, scale, amax_slot, None, dtype, device), a_t, grad_probs

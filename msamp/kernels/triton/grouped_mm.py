@@ -288,11 +288,11 @@ def tiling_of(product: str, summed: int, device: torch.device, *, fast_accum: bo
     return TILINGS[product, fast_accum][summed <= SHORT]
 
 
-def grouped_mm(a, b, offsets, a_scale_inv, b_scale_inv, out_dtype, *, fast_accum, tiles=None, tiling=None):
-    """See the reference twin; `tiles` must be of the tiling's `block_m`."""
+def grouped_mm(a, b, offsets, a_scale_inv, b_scale_inv, out_dtype, *, fast_accum, tiles=None):
+    """See the reference twin."""
     if a.is_cuda and not fp8_hardware(a.device):
         return _twin.grouped_mm(a, b, offsets, a_scale_inv, b_scale_inv, out_dtype, fast_accum=fast_accum)
-    tiling = tiling or tiling_of("rows", a.shape[1], a.device, fast_accum=fast_accum)
+    tiling = tiling_of("rows", a.shape[1], a.device, fast_accum=fast_accum)
     a, b = a.contiguous(), b.contiguous()
     (M, K), (E, N, _) = a.shape, b.shape
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
@@ -309,12 +309,12 @@ def grouped_mm(a, b, offsets, a_scale_inv, b_scale_inv, out_dtype, *, fast_accum
     return out
 
 
-def grouped_mm_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype, *, fast_accum, aligned=False, tiling=None):
+def grouped_mm_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype, *, fast_accum, aligned=False):
     """See the reference twin."""
     if a_t.is_cuda and not fp8_hardware(a_t.device):
         return _twin.grouped_mm_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype, fast_accum=fast_accum)
     rows = a_t.shape[1] // offsets.numel()
-    tiling = tiling or tiling_of("grad_weight", rows, a_t.device, fast_accum=fast_accum, aligned=aligned)
+    tiling = tiling_of("grad_weight", rows, a_t.device, fast_accum=fast_accum, aligned=aligned)
     a_t, b_t = (x if x.stride(1) == 1 else x.contiguous() for x in (a_t, b_t))
     (N, M), K, E = a_t.shape, b_t.shape[0], offsets.numel()
     out = torch.empty((E, N, K), dtype=out_dtype, device=a_t.device)

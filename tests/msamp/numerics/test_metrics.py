@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from helpers.numerics import floats, golden
+from helpers.numerics import floats, golden, undelivered_frac
 from msamp.numerics.formats import E4M3
 from msamp.numerics.metrics import (
     TALLY,
@@ -13,7 +13,6 @@ from msamp.numerics.metrics import (
     lost_frac,
     saturation_frac,
     sqnr_db,
-    undelivered_frac,
     undelivered_share,
     underflow_frac,
 )

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import msamp
-from msamp.numerics.metrics import undelivered_frac
+from helpers.numerics import undelivered_frac
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.optimizer import LowPrecisionOptimizer
 from msamp.optim.update_error import lost_updates, update_distances

@@ -75,7 +75,7 @@ class Recorder:
     update, and of the update in FP32 from the same states; descent, the inner product of the update's direction with the change of the
     master (`descent / update_norm` is 1 without loss; Collage's EDQ uses the direction of the optimizer's own arithmetic:
     `msamp.update_quality`); lost, the fraction of elements unchanged by a non-zero update; undelivered, the fraction of the update's
-    distance that was lost, `msamp.numerics.metrics.undelivered_frac`, about 0 with stochastic rounding, which leaves most elements
+    distance that was lost, `msamp.numerics.metrics.undelivered_share`, about 0 with stochastic rounding, which leaves most elements
     unchanged in one step. null means non-finite, no error (SQNR), or unknown (a sum not in FP32).
 
     Statistics are over all elements of a tensor, all micro-batches of the step and all ranks. FP32 tensors have no error and are left out,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from helpers.numerics import make
+from helpers.numerics import make, undelivered_frac
 from msamp.kernels.reference import tally
 from msamp.kernels.reference.tally import count_, tally_, tally_update_
 from msamp.numerics.formats import E4M3, E5M2, FP16
@@ -17,7 +17,6 @@ from msamp.numerics.metrics import (
     lost_frac,
     saturation_frac,
     sqnr_db,
-    undelivered_frac,
     undelivered_share,
     underflow_frac,
 )

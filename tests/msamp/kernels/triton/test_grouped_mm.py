@@ -37,14 +37,21 @@ def small(**changes):
     return kernels().Tiling(**({"block_m": 64, "block_n": 32, "block_k": 64, "warps": 4, "group": 2, "stages": 2} | changes))
 
 
+def tiled(name: str, *args, tiling, **flags):
+    """Run a product with this tiling instead of the one that `tiling_of` chooses."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels(), "tiling_of", lambda *_, **__: tiling)
+        return getattr(kernels(), name)(*args, **flags)
+
+
 @each_once(ends=LOADS, variant=VARIANTS, fmt=[E4M3, E5M2])
 def test_every_expert_s_rows(ends, variant, fmt, triton_device):
     fast, tma, *halves = variant
     offsets = torch.tensor(ends, dtype=torch.int32, device=triton_device)
     a, b = integers((M, K), fmt, 0, triton_device), integers((len(ends), N, K), E4M3, 1, triton_device)
     scales = torch.tensor(0.5, device=triton_device), torch.arange(1, len(ends) + 1, device=triton_device).float()
-    got = kernels().grouped_mm(
-        a, b, offsets, *scales, torch.float32, fast_accum=fast, tiling=small(tma=tma, halves_m=halves[0], halves_n=halves[1])
+    got = tiled(
+        "grouped_mm", a, b, offsets, *scales, torch.float32, fast_accum=fast, tiling=small(tma=tma, halves_m=halves[0], halves_n=halves[1])
     )
     assert bits(got).equal(bits(twin.grouped_mm(a, b, offsets, *scales, torch.float32, fast_accum=fast)))
 
@@ -55,8 +62,15 @@ def test_every_expert_s_weight_gradient(ends, variant, fmt, triton_device):
     offsets = torch.tensor(ends, dtype=torch.int32, device=triton_device)
     a_t, b_t = (integers((width, M + 10), f, i, triton_device)[:, :M] for i, (width, f) in enumerate(((N, fmt), (K, E4M3))))
     scales = torch.tensor(0.5, device=triton_device), torch.tensor(2.0, device=triton_device)
-    got = kernels().grouped_mm_grad_weight(
-        a_t, b_t, offsets, *scales, torch.float32, fast_accum=fast, tiling=small(halves_m=halves[0], halves_n=halves[1])
+    got = tiled(
+        "grouped_mm_grad_weight",
+        a_t,
+        b_t,
+        offsets,
+        *scales,
+        torch.float32,
+        fast_accum=fast,
+        tiling=small(halves_m=halves[0], halves_n=halves[1]),
     )
     assert bits(got).equal(bits(twin.grouped_mm_grad_weight(a_t, b_t, offsets, *scales, torch.float32, fast_accum=fast)))
 
@@ -67,8 +81,17 @@ def test_padded_groups_are_loaded_by_the_copy_engine(fast, tiling, triton_device
     offsets = torch.tensor(ends, dtype=torch.int32, device=triton_device)
     a_t, b_t = (integers((32, 3 * GROUP_ALIGNMENT), E4M3, seed, triton_device) for seed in (0, 1))
     one = torch.ones((), device=triton_device)
-    got = kernels().grouped_mm_grad_weight(
-        a_t, b_t, offsets, one, one, torch.float32, fast_accum=fast, aligned=True, tiling=small(block_k=128, **tiling)
+    got = tiled(
+        "grouped_mm_grad_weight",
+        a_t,
+        b_t,
+        offsets,
+        one,
+        one,
+        torch.float32,
+        fast_accum=fast,
+        aligned=True,
+        tiling=small(block_k=128, **tiling),
     )
     assert got.equal(twin.grouped_mm_grad_weight(a_t, b_t, offsets, one, one, torch.float32, fast_accum=False))
 
@@ -81,14 +104,14 @@ def test_what_is_outside_of_a_group_is_not_read_into_it(triton_device):
     a_t[:, 30:100] = 2.0
     payloads = a_t.to(E5M2.dtype), b_t.to(E4M3.dtype)
     one = torch.ones((), device=triton_device)
-    got = kernels().grouped_mm_grad_weight(*payloads, offsets, one, one, torch.float32, fast_accum=False, tiling=small())
+    got = tiled("grouped_mm_grad_weight", *payloads, offsets, one, one, torch.float32, fast_accum=False, tiling=small())
     assert [got[e].unique().tolist() for e in range(3)] == [[30.0], [0.0], [140.0]]
 
 
 def test_operands_that_the_copy_engine_cannot_load(triton_device):
     a, b = integers((20, 24), E4M3, 0, triton_device), integers((2, 8, 24), E4M3, 1, triton_device)
     offsets, ones = torch.tensor([7, 20], dtype=torch.int32, device=triton_device), torch.ones(2, device=triton_device)
-    got = kernels().grouped_mm(a, b, offsets, ones[0], ones, torch.bfloat16, fast_accum=True, tiling=small())
+    got = tiled("grouped_mm", a, b, offsets, ones[0], ones, torch.bfloat16, fast_accum=True, tiling=small())
     assert got.equal(twin.grouped_mm(a, b, offsets, ones[0], ones, torch.bfloat16, fast_accum=True))
 
 
@@ -97,10 +120,10 @@ def test_nothing_to_multiply(shape, triton_device):
     rows, n, k = shape
     a, b = integers((rows, k), E4M3, 0, triton_device), integers((2, n, k), E4M3, 1, triton_device)
     offsets, ones = torch.tensor([rows // 2, rows], dtype=torch.int32, device=triton_device), torch.ones(2, device=triton_device)
-    got = kernels().grouped_mm(a, b, offsets, ones[0], ones, torch.float32, fast_accum=False, tiling=small())
+    got = tiled("grouped_mm", a, b, offsets, ones[0], ones, torch.float32, fast_accum=False, tiling=small())
     assert got.equal(torch.zeros(rows, n, device=triton_device))
     a_t, b_t = integers((n, rows), E4M3, 0, triton_device), integers((k, rows), E4M3, 1, triton_device)
-    got = kernels().grouped_mm_grad_weight(a_t, b_t, offsets, ones[0], ones[0], torch.float32, fast_accum=False, tiling=small())
+    got = tiled("grouped_mm_grad_weight", a_t, b_t, offsets, ones[0], ones[0], torch.float32, fast_accum=False, tiling=small())
     assert got.equal(torch.zeros(2, n, k, device=triton_device))
 
 
@@ -115,7 +138,7 @@ def test_a_schedule_may_be_shared(triton_device):
     a, b = integers((M, K), E4M3, 0, triton_device), integers((2, 16, K), E4M3, 1, triton_device)
     tiles = kernels().grouped_tiles(offsets, M, 64)
     run = [
-        kernels().grouped_mm(a, b, offsets, ones[0], ones, torch.float32, fast_accum=True, tiles=given, tiling=small())
+        tiled("grouped_mm", a, b, offsets, ones[0], ones, torch.float32, fast_accum=True, tiles=given, tiling=small())
         for given in (tiles, None)
     ]
     assert run[0].equal(run[1])

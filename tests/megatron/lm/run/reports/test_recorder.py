@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from helpers import checkpoints, dist, tiny
+from helpers.numerics import undelivered_frac
 from megatron.lm.build import build_training
 from megatron.lm.processes import process_groups
 from megatron.lm.run.reports.recorder import CAST_COLUMNS, UPDATE_COLUMNS, Recorder, summary
@@ -24,7 +25,7 @@ from megatron.lm.training.state import Training
 from msamp.kernels import ops
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.formats import E4M3, E5M2
-from msamp.numerics.metrics import edq, lost_frac, saturation_frac, sqnr_db, undelivered_frac, underflow_frac
+from msamp.numerics.metrics import edq, lost_frac, saturation_frac, sqnr_db, underflow_frac
 from msamp.numerics.quantize import dequantize, quantize
 from msamp.numerics.scaling import scale_from_amax
 from msamp.numerics.tensor import ScalingTensor, fp32_values
