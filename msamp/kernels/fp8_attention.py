@@ -18,12 +18,16 @@ from msamp.kernels import scalar_pool
 from msamp.kernels.reference import fp8_attention as twin
 from msamp.kernels.reference.attention_part import check_parts
 from msamp.kernels.reference.fp8_attention import SOFTMAX_SCALE
+from msamp.numerics.formats import E4M3, E5M2
 
 PACKAGE = "cudnn"
 INSTALL = "pip install -e '.[cudnn]'"
 CAPABILITY = (9, 0)
 MULTIPLE, WIDEST = 16, 128  # channels per head: a multiple of the first, at most the second
 HOPPER_WIDTH = 128  # the only one that Hopper's backward supports
+# What makes up for roundings (`Format.gain`) on the way to dQ and dK (dO, dP and the result in E5M2, values and keys or queries in E4M3)
+# and to dV (dO and the result in E5M2, S in E4M3).
+GAINS = (E5M2.gain**3 * E4M3.gain**2,) * 2 + (E5M2.gain**2 * E4M3.gain,)
 NARROW = {torch.float8_e4m3fn: "FP8_E4M3", torch.float8_e5m2: "FP8_E5M2", torch.float32: "FLOAT"}
 
 
@@ -168,6 +172,12 @@ def _shape(query: torch.Tensor, key: torch.Tensor, softmax_scale: float, causal:
 def _softmax_scales(device: torch.device) -> torch.Tensor:
     """Return the scale of S and its inverse, FP32 [2]."""
     return torch.tensor([SOFTMAX_SCALE, 1 / SOFTMAX_SCALE], device=device, dtype=torch.float32)
+
+
+@functools.cache
+def gains(device: torch.device) -> torch.Tensor:
+    """Return `GAINS`, FP32 [3]."""
+    return torch.tensor(GAINS, device=device, dtype=torch.float32)
 
 
 @functools.cache

@@ -13,8 +13,8 @@ The kernels compute attention over all keys but the first, with values whose mea
 `msamp.kernels.reference.attention_sink` explains and merges afterwards. The merged output is cast once, for the projection GEMM.
 
 The gradient kernels sum dV and dK over the queries in the tensor core's accumulator, which loses what is small next to the sum
-(`msamp.numerics.accumulation`): a mean of the output's gradient shrinks with the number of queries. A constant cannot be taken out of that
-gradient. So backward runs for at most `FP8_QUERIES` queries at a time, and the sums of these parts are in the compute dtype.
+(`msamp.numerics.accumulation`): a mean of dO shrinks with the number of queries, and cannot be taken out. So backward runs for at most
+`FP8_QUERIES` queries at a time, and sums these parts in the compute dtype. What each rounding of backward takes is in `kernels.GAINS`.
 
 All scales except the scale of S are delayed, in nine rows of one `TensorScales` per layer. They are saved with the model, rolled once per
 step and reduced over ranks like the scales of linear layers. Attention uses delayed scales with every recipe, since a kernel must know the
@@ -370,8 +370,8 @@ class FP8Attention:
             scale_invs = inverse(used[1:])
         if self.record:
             raise_amax(scaling.amax[DP:], amaxes)
-        dq, dk, dv = gradients
-        return Gradients(dq, dk, dv, torch.add(scale_invs, amaxes[1:], alpha=0))  # NaN if an amax is infinite
+        gained = torch.addcmul(amaxes[1:] * 0, scale_invs, kernels.gains(amaxes.device))  # NaN if an amax is infinite
+        return Gradients(gradients[0], gradients[1], gradients[2], gained)
 
     def backward(self, of: Operands, prepared: Prepared, scales: AttentionScales, *, causal: bool) -> tuple[torch.Tensor, ...]:
         """Run the FP8 gradient kernel: return dQ, dK and dV in E5M2, and the amaxes of dP, dQ, dK and dV."""

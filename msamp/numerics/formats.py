@@ -32,6 +32,15 @@ class Format:
     group: int = 0
 
     @property
+    def gain(self) -> float:
+        """The factor that gives values rounded to this format the slope 1 over the values before.
+
+        An error of rounding to nearest is orthogonal to the rounded value, not to the value before, so the slope is 1 less the error's
+        share of the energy: 4^-m / (32 ln 2) with m bits, 0.28 % in E5M2 and 0.07 % in E4M3, for any smooth distribution of normal numbers.
+        """
+        return 1 / (1 - 4.0**-self.mantissa_bits / (32 * math.log(2)))
+
+    @property
     def bytes(self) -> int:
         """Bytes per element of the payload."""
         return self.dtype.itemsize

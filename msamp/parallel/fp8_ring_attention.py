@@ -29,6 +29,7 @@ import torch.distributed as dist
 from msamp.comm.collectives import Peers, Pending
 from msamp.kernels import ops, scalar_pool
 from msamp.nn.fp8_attention import DK, Attended, FP8Attention, Gradients, O, Operands, Prepared, SinkGradients
+from msamp.numerics.formats import Format
 from msamp.numerics.quantize import dequantize
 from msamp.parallel.ring_attention import KIND, Merged, Step, Travelling, pack_codes, step_of, steps_of, unpack_codes
 
@@ -132,9 +133,9 @@ class FP8RingAttention(FP8OverRanks):
             rows = prepared.part(step.queries)
             *codes, scale_invs, _ = self.part_gradients(_part(of, travelling.next(), step), rows, causal=step.causal)
             if scale_invs is None:  # sums of several calls of the kernel, which travel in FP8 as one call's do
-                casts = [ops.cast_transpose(x.flatten(0, 1).flatten(1), None, None, self._narrow, row=True) for x in codes[1:]]
+                casts = [ops.cast_transpose(x.flatten(0, 1).flatten(1), None, None, self._narrow.dtype, row=True) for x in codes[1:]]
                 codes[1:] = [cast[0].view(x.shape) for cast, x in zip(casts, codes[1:], strict=True)]
-                scale_invs = torch.stack([torch.ones_like(casts[0][2]), *(cast[2] for cast in casts)])
+                scale_invs = torch.stack([torch.ones_like(casts[0][2]), *(cast[2] * self._narrow.gain for cast in casts)])
             sums[0][step.queries] += dequantize(codes[0], scale_invs[0])
             if number == 0:
                 for own, x, scale_inv in zip(sums[1:], codes[1:], scale_invs[1:], strict=True):
@@ -152,8 +153,8 @@ class FP8RingAttention(FP8OverRanks):
         return Gradients(dq, dk, dv, None)
 
     @property
-    def _narrow(self) -> torch.dtype:
-        return self.scaling.casts[DK].format.dtype
+    def _narrow(self) -> Format:
+        return self.scaling.casts[DK].format
 
     def _travelling(self, of: Operands) -> Travelling[Operands]:
         """Send keys and values around the ring; what arrives has this rank's queries."""
@@ -192,7 +193,7 @@ class _Arriving:
         """Wait for gradients that were requested before, and add them to the gradients of keys and values, FP32."""
         if self._pending is None:
             return
-        *codes, scale_invs = unpack_codes(self._pending.wait(), self._arrived(), self._ring._narrow)
+        *codes, scale_invs = unpack_codes(self._pending.wait(), self._arrived(), self._ring._narrow.dtype)
         for n, (whole, part) in enumerate(zip(sums, codes, strict=True)):
             whole[self._keys] += dequantize(part, scale_invs[n])
         self._pending = None

@@ -160,6 +160,20 @@ def test_long_sums_in_the_tensor_core_keep_their_size():
     assert judge_sums(rows[1].tolist())[0] < 0.99 < judge_sums(rows[0].tolist())[0]
 
 
+def test_gradients_keep_their_size():
+    """Roundings to two or three bits on their way would shrink dQ and dK by 1 %, dV by 0.6 %, at any length."""
+    q, k, v, grad = (make("normal", (1024, 1, 2, 32), seed=n) for n in range(4))
+    given = [x.bfloat16().requires_grad_() for x in (q / 2, k, v + 1)]
+    grad = (grad + 0.25).bfloat16()
+    wanted = [x.detach().double().requires_grad_() for x in given]
+    want = scaled_dot_product_attention(*(x.permute(1, 2, 0, 3) for x in wanted), is_causal=True).permute(2, 0, 1, 3)
+    out = FP8Attention.of(scaling(), 1 / math.sqrt(32), causal=True)(*given)
+    got = torch.autograd.grad(out, given, grad.flatten(2))
+    for name, a, b in zip(("dq", "dk", "dv"), torch.autograd.grad(want, wanted, grad.double()), got, strict=True):
+        assert abs(float((a[1:] * b[1:]).sum() / a[1:].square().sum()) - 1) < 0.005, name
+        assert sqnr_db(a[1:], b[1:]) > 19.0, name
+
+
 def test_a_single_token_is_refused():
     with pytest.raises(ValueError, match="sequences of 1 token"):
         FP8Attention.of(scaling(), 0.25, causal=True)(*(x[:1] for x in leaves()))

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from msamp.numerics import formats
+from msamp.numerics.quantize import quantize
 
 
 @pytest.mark.parametrize("fmt", formats.ALL, ids=str)
@@ -22,6 +23,14 @@ def test_coat_s_formats_are_fp8_with_two_numbers_a_group_of_a_row(fmt, payload):
     assert [payload.bytes_of(shape) for shape in ((2, 3, 129), ())] == [6 * 129, 1]
     assert formats.by_name(fmt.name) is fmt
     assert formats.of_dtype(fmt.dtype) is payload
+
+
+@pytest.mark.parametrize("fmt", [formats.E4M3, formats.E5M2], ids=str)
+def test_the_gain_gives_rounded_values_the_slope_1(fmt):
+    normal = torch.special.ndtri((torch.arange(1 << 20).double() + 0.5) / (1 << 20))
+    for values in (normal, 1.3 * normal, (normal / 2).exp()):
+        slope = float((quantize(values, 1.0, fmt).double() * values).sum() / values.square().sum())
+        assert abs(slope * fmt.gain - 1) < 0.15 * (fmt.gain - 1), slope
 
 
 def test_an_unknown_name_lists_those_accepted():
