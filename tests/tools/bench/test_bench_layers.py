@@ -1,15 +1,23 @@
 """Benchmarks of attention, context parallelism and FSDP2, at toy size on a CPU."""
 
 import argparse
+import contextlib
+import math
+import unittest.mock
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed
+import torch.distributed.tensor.experimental
+from torch.nn import functional
 
 from helpers import dist
+from msamp.numerics import metrics
 from tools.bench import bench_attention, bench_context, bench_fsdp
 from tools.bench.bench_attention import INPUTS, PASSES, Shape, cases, flops, shape
+from tools.measurements import read
 
 
 def test_shapes_are_read_and_wrong_ones_refused():
@@ -72,6 +80,43 @@ def test_every_case_of_ours_runs_and_says_what_it_loses_and_sends_in_the_columns
     lost = bench_context.failed("torch", ValueError("no\nkernel"))
     assert list(lost) == list(found["ring, FP8"][0])
     assert lost["error"] == "no kernel"
+
+
+def test_dq_may_lose_what_rounding_the_output_loses_it_at_its_length():
+    for tokens in (512, 2048):  # 6 and 23 times as many as 2 e d: in products of FP64, the output rounded to BF16 as it is for backward
+        size, middle = Shape(1, 8, tokens, 16, 8), SimpleNamespace(rank=1, ranks=2)
+        q, k, v, grad = (x.double().squeeze(1).transpose(0, 1) for x in bench_context.inputs(size, torch.device("cpu")))
+        p = (q @ k.mT / 4).masked_fill(torch.ones(tokens, tokens).triu(1).bool(), -math.inf).softmax(-1)
+        o = p @ v
+        dq, rounded = (p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) @ k for out in (o, o.bfloat16().double()))
+        of_o, of_dq = (
+            metrics.sqnr_db(*(bench_context.own(x.transpose(0, 1), middle) for x in pair)) for pair in ((o, o.bfloat16()), (dq, rounded))
+        )
+        expected = of_o - 10 * math.log10(tokens / (2 * math.e * 16))
+        assert of_dq == pytest.approx(expected, abs=1.5), tokens
+    for row in read("tools/bench/results/context.csv"):
+        if row["commit"] == "39e9105d" and row["sqnr_o"]:  # refused at 131,072 tokens then
+            size = Shape(1, 32, int(row["tokens"]), 128, 8)
+            least = bench_context.least_sqnr(row["case"], size, float(row["sqnr_o"]))
+            assert all(float(row[name]) >= db for name, db in least.items()), row
+    assert bench_context.least_sqnr("torch", Shape(1, 32, 131072, 128, 8), 52.1)["sqnr_dq"] > 25  # own tokens alone: 9
+
+
+def test_an_error_leaves_no_attention_of_torchs_context_parallel(monkeypatch):
+    """torch 2.11 does not restore it: findings/context_parallel_keeps_attention.sh."""
+
+    @contextlib.contextmanager
+    def replaced(mesh, buffers, buffer_seq_dims):
+        functional.scaled_dot_product_attention = lambda *operands, is_causal: operands[0]
+        yield
+
+    monkeypatch.setattr(torch.distributed.tensor.experimental, "context_parallel", replaced)
+    monkeypatch.setattr(torch.distributed.device_mesh, "init_device_mesh", lambda *sizes: None)
+    refuses = unittest.mock.Mock(side_effect=ValueError("refused"))
+    before, tensors = functional.scaled_dot_product_attention, bench_context.inputs(SIZE, torch.device("cpu"))
+    with pytest.raises(ValueError, match="refused"), contextlib.ExitStack() as stack:
+        refuses(bench_context.theirs("torch", SimpleNamespace(ranks=1), SIZE, tensors, stack))
+    assert functional.scaled_dot_product_attention is before
 
 
 TINY = "--layers 1 --hidden 32 --heads 2 --ffn 48 --vocab-size 32 --seq-length 16 --micro-batch-size 2 --warm-up 1 --steps 3 --lr 1e-2"
