@@ -3,7 +3,7 @@
 A just-in-time cast requires the amax of the whole tensor before its first code: it reads 2 bytes per element, reads them again and writes
 two layouts, 6 bytes in total. But the kernel that wrote the tensor had every value in registers. So that kernel returns the maximum of each
 of its programs, and the cast only reduces these few hundred numbers. This takes 4 bytes per element and gives the same scale, since a
-maximum does not depend on the order of reduction (`msamp.numerics.range_expand.two_stage_amax`).
+maximum does not depend on the order of reduction.
 
 In the fused blocks, one kernel writes and another casts two gradients per layer: the norm of the MLP half writes one that the projection
 casts, and the norm of the attention half writes one that the previous layer's FC2 casts. The two kernels run in different autograd

@@ -69,15 +69,6 @@ def name_of(scaling: Scaling) -> str | None:
     return next((name for name, rule in RULES.items() if rule == scaling), None)
 
 
-def block_scale_inv(amax: torch.Tensor, fmt: Format, rule: str) -> torch.Tensor:
-    """Return the stored scale_inv of blocks with these maxima: `Scaling.scale_inv` of the rule of that name, for `fmt`.
-
-    Raises:
-        ValueError: if the rule is unknown.
-    """
-    return by_name(rule).scale_inv(amax, fmt.max)
-
-
 def values(scale_inv: torch.Tensor) -> torch.Tensor:
     """Return a stored scale_inv as FP32. FP32 is returned as it is; E8M0 (uint8) becomes 2^(code - 127), and NaN for code 255."""
     if scale_inv.dtype != torch.uint8:
@@ -105,5 +96,5 @@ def quantize_blocks(x: torch.Tensor, granularity: Granularity, fmt: Format, rule
     Returns:
         The payload, of `fmt.dtype`, and the stored scale_inv of shape `granularity.scales_shape(x.shape)`.
     """
-    scale_inv = block_scale_inv(granularity.maxima(x), fmt, rule)
+    scale_inv = by_name(rule).scale_inv(granularity.maxima(x), fmt.max)
     return quantize(x.detach(), granularity.spread(block_scale(scale_inv), x.shape), fmt), scale_inv

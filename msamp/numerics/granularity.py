@@ -102,16 +102,12 @@ class Group:
     def split(self, x: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
         """[.., n] -> [.., groups, size] of the dtype of `x`, detached; short groups are right-padded with `fill`."""
         rows = x.detach().reshape(x.shape or (1,))
-        return pad(rows, (0, -rows.shape[-1] % self.size), value=fill).unflatten(-1, (self.groups(x.shape)[-1], self.size))
-
-    def groups(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Number of groups: [.., n] -> [.., ceil(n / size)]."""
-        *rows, columns = shape or (1,)
-        return (*rows, -(-columns // self.size))
+        return pad(rows, (0, -rows.shape[-1] % self.size), value=fill).unflatten(-1, (self.scales_shape(x.shape)[-1], self.size))
 
     def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """`groups`: one scale per group."""
-        return self.groups(shape)
+        """The groups, one scale each: [.., n] -> [.., ceil(n / size)]."""
+        *rows, columns = shape or (1,)
+        return (*rows, -(-columns // self.size))
 
     def spread(self, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """[.., groups] -> `shape`: every element gets the value of its group."""
@@ -121,10 +117,6 @@ class Group:
         """FP32 [.., groups]: the amax of each group; +inf where a group contains NaN or infinity."""
         amax = self.split(x).abs().amax(-1).float()
         return amax.masked_fill(amax.isnan(), float("inf"))
-
-    def amax(self, x: torch.Tensor) -> torch.Tensor:
-        """`maxima` in the shape of `x`, FP32."""
-        return self.spread(self.maxima(x), x.shape)
 
     def __str__(self) -> str:
         return f"group({self.size})"

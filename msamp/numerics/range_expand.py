@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from msamp.numerics.formats import FP32, Format, of_dtype
-from msamp.numerics.granularity import TENSORWISE, Group
+from msamp.numerics.granularity import Group
 from msamp.numerics.quantize import cast
 
 STATE_GROUP = Group(128)
@@ -76,21 +76,6 @@ def quantize_expanded(x: torch.Tensor, fmt: Format, group: Group = STATE_GROUP, 
     grown = fmt.max * _power(quotient, group.spread(k.double(), x.shape))
     payload = cast(torch.copysign(grown.float(), x), fmt)
     return Expanded(payload, largest.masked_fill(~largest.isfinite(), float("nan")), k, group)
-
-
-def two_stage_amax(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the amax of a tensor in two stages (Group Scaling [COAT, part 2]); the kernel that produces `x` runs the first.
-
-    Args:
-        x: FP32, BF16 or FP16, any shape.
-        group: the parts of the first stage. Kernels use other parts: one per program.
-
-    Returns:
-        The maxima of the parts, FP32 [.., groups], +inf where a part contains NaN or infinity; and their amax, FP32 0-dim, which equals
-        `TENSORWISE.amax(x)` bit for bit, since a maximum does not depend on how it is divided.
-    """
-    maxima = group.maxima(x)
-    return maxima, TENSORWISE.amax(maxima)
 
 
 def _power(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

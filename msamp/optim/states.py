@@ -59,7 +59,7 @@ def begun(key: str, fmt: Format, like: torch.Tensor) -> dict[str, torch.Tensor]:
     """
     zeros = torch.zeros(like.shape, dtype=fmt.dtype, device=like.device)
     if fmt.group:
-        largest = torch.zeros(STATE_GROUP.groups(like.shape), device=like.device, dtype=torch.float32)
+        largest = torch.zeros(STATE_GROUP.scales_shape(like.shape), device=like.device, dtype=torch.float32)
         return {key: zeros, key + MAX: largest, key + EXPONENT: torch.ones_like(largest)}
     return {key: ScalingTensor(zeros, torch.ones((), device=like.device, dtype=torch.float32), torch.float32) if fmt.scaled else zeros}
 

@@ -143,7 +143,7 @@ def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[in
                     )
                 groups = groups or (torch.zeros(tuple(shape)), torch.ones(tuple(shape)))
                 for target, name in zip(groups, group_keys(key, chunk.offset), strict=True):
-                    target[part] = _of_elements(_fp32_beside(stored, name, STATE_GROUP.groups(chunk.shape)), place, chunk, part)
+                    target[part] = _of_elements(_fp32_beside(stored, name, STATE_GROUP.scales_shape(chunk.shape)), place, chunk, part)
             elif part is not None and (scale_key(key, chunk.offset) in stored.tensors or needs_scale):
                 scales.append((part, _fp32_beside(stored, scale_key(key, chunk.offset), ())))
     return StoredTensor(f"{prefix}/{where[0].name}", payload, scales, groups)

@@ -33,7 +33,7 @@ def cast_transpose(
         col: return its transpose.
         colsum: return the column sums of `x`, which for a grad_output are the bias gradient. Only together with `row` or `col`.
         scale_inv_slot: FP32, 0-dim, 16-byte aligned, containing 0: receives scale_inv, instead of new memory that must first be zeroed.
-        maxima: FP32, any shape, contiguous: the first stage of Group Scaling (`msamp.numerics.range_expand.two_stage_amax`), from the
+        maxima: FP32, any shape, contiguous: the first stage of Group Scaling (`msamp.nn.group_scaling`), from the
             kernel that wrote `x`. The same scale follows from them without a read of `x`. Only if `scale` is None.
 
     Returns:

@@ -6,7 +6,6 @@ from msamp.kernels.reference.cast_transpose import _store
 from msamp.numerics.formats import of_dtype
 from msamp.numerics.granularity import Group
 from msamp.numerics.quantize import quantize
-from msamp.numerics.range_expand import two_stage_amax
 from msamp.numerics.scaling import inverse
 
 WIDE = (torch.bfloat16, torch.float16, torch.float32)
@@ -156,5 +155,5 @@ def normalize_backward(
         grad_x += grad_residual
     grad_bias = grad.new_empty(0) if rms else grad.sum(0, keepdim=True)
     stored = grad_x.to(x.dtype).contiguous()
-    tops = two_stage_amax(stored, Group(stored.shape[1]))[0] if maxima else grad.new_empty(0)
+    tops = Group(stored.shape[1]).maxima(stored) if maxima else grad.new_empty(0)
     return stored, normal.mul_(grad).sum(0, keepdim=True), grad_bias, tops

@@ -22,7 +22,7 @@ def scale_from_amax(amax: torch.Tensor, fp_max: float, last: torch.Tensor | None
 
 
 def scale_from_maxima(maxima: torch.Tensor, fp_max: float) -> torch.Tensor:
-    """Run the second stage of Group Scaling (`msamp.numerics.range_expand.two_stage_amax`) and return the scale.
+    """Run the second stage of Group Scaling (`msamp.nn.group_scaling`) and return the scale.
 
     Args:
         maxima: FP32, any shape, contiguous: the largest magnitude of each part of a tensor.

@@ -6,7 +6,7 @@ import torch
 from helpers.choices import each_value
 from helpers.definitions import dequantize_blocks
 from helpers.numerics import KINDS, LARGE, SMALL, blockwise, check, codes, make, measure, random_floats, stored
-from msamp.numerics.block_scale import RULES, block_scale, block_scale_inv, quantize_blocks, values
+from msamp.numerics.block_scale import RULES, block_scale, quantize_blocks, values
 from msamp.numerics.formats import E4M3, E5M2, by_name
 from msamp.numerics.granularity import TENSORWISE, Block
 from msamp.numerics.quantize import dequantize, quantize
@@ -39,7 +39,7 @@ def test_golden_casts(case):
 def test_fp32_scales_put_the_largest_element_on_the_largest_value(fmt):
     amax = random_floats(100_000).abs()
     amax = amax[amax.isfinite() & (amax >= fmt.max * 2.0**-126)]
-    scale_inv = block_scale_inv(amax, fmt, "fp32")
+    scale_inv = RULES["fp32"].scale_inv(amax, fmt.max)
     assert scale_inv.equal((amax.double() / fmt.max).float()), "FP64 holds enough digits of the quotient to be rounded twice"
     assert block_scale(scale_inv).equal((1.0 / scale_inv.double()).float())
     assert quantize(amax, block_scale(scale_inv), fmt).float().eq(fmt.max).all()
@@ -50,14 +50,14 @@ def test_fp32_scales_put_the_largest_element_on_the_largest_value(fmt):
 def test_powers_of_two_are_the_tensorwise_rule_and_never_saturate_by_rounding(fmt):
     amax = random_floats(10_000).abs()
     amax = amax[amax.isfinite()]
-    assert block_scale(block_scale_inv(amax, fmt, "power-of-two")).equal(scale_from_amax(amax, fmt.max))
+    assert block_scale(RULES["power-of-two"].scale_inv(amax, fmt.max)).equal(scale_from_amax(amax, fmt.max))
 
 
 @every_fp8
 def test_e8m0_is_the_exponent_of_the_amax_less_that_of_the_format(fmt):
     amax = random_floats(100_000).abs()
     amax = amax[amax.isfinite()]
-    code = block_scale_inv(amax, fmt, "e8m0")
+    code = RULES["e8m0"].scale_inv(amax, fmt.max)
     emax = 8 if fmt == E4M3 else 15
     want = (torch.frexp(amax.double()).exponent - 1 - emax).clamp(min=-127)
     assert code.dtype == torch.uint8
@@ -82,7 +82,7 @@ def test_e8m0_rounded_up_is_transformer_engines_rule_and_loses_no_maximum(fmt):
     near = torch.cat([(edges.flatten().view(torch.int32) + step).view(torch.float32) for step in (-1, 0, 1)])
     amax = torch.cat([near, random_floats(100_000).abs()])
     amax = amax[amax.isfinite()]
-    code = block_scale_inv(amax, fmt, "e8m0-up")
+    code = RULES["e8m0-up"].scale_inv(amax, fmt.max)
     assert code.dtype == torch.uint8
     assert code.int().equal(transformer_engine_code(amax, fmt.max))
     scale_inv = values(code).double()

@@ -61,9 +61,9 @@ def test_groups_are_runs_of_a_row(shape, size, device):
     group = Group(size)
     maxima = group.maxima(x)
     assert maxima.dtype == torch.float32
-    assert maxima.shape == group.groups(shape) == (*shape[:-1], -(-rows.shape[1] // size))
+    assert maxima.shape == group.scales_shape(shape) == (*shape[:-1], -(-rows.shape[1] // size))
     assert maxima.flatten().tolist() == [float(run.abs().max()) for run in runs]
-    assert group.amax(x).equal(torch.cat([run.abs().max().float().expand(len(run)) for run in runs]).view(shape))
+    assert group.spread(maxima, shape).equal(torch.cat([run.abs().max().float().expand(len(run)) for run in runs]).view(shape))
     split = group.split(x, fill=9.0).view(len(rows), -1)
     assert split[:, : rows.shape[1]].equal(rows)
     assert split[:, rows.shape[1] :].eq(9.0).all()
