@@ -25,11 +25,6 @@ FLAGS = shlex.split(
 LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_data(tmp_path_factory.mktemp("data"))
-
-
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in LAUNCH:
@@ -66,8 +61,8 @@ def outputs(folder: Path) -> list[str]:
 
 @pytest.mark.promise("Clusters", "A run stopped early can exit with its own code.")
 @pytest.mark.parametrize(("flags", "code"), [([], 0), (["--exit-code-unfinished", "75"], 75)])
-def test_a_run_that_leaves_early_may_say_so(flags: list[str], code: int, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    again = [*FLAGS, "--data-path", str(corpus), "--save", str(tmp_path / "save"), "--load", str(tmp_path / "save"), *flags]
+def test_a_run_that_leaves_early_may_say_so(flags: list[str], code: int, prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    again = [*FLAGS, "--data-path", str(prefix), "--save", str(tmp_path / "save"), "--load", str(tmp_path / "save"), *flags]
     found, out, _ = run([*again, "--exit-interval", "2"], capsys)
     assert found == code
     assert "leaving after iteration 2, saved: --exit-interval 2" in out
@@ -75,8 +70,8 @@ def test_a_run_that_leaves_early_may_say_so(flags: list[str], code: int, corpus:
     assert run(again, capsys)[0] == 0  # the end
 
 
-def test_a_run_trains_evaluates_and_saves(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    code, out, _ = run([*FLAGS, "--data-path", str(corpus), "--opt-level", "O2", *outputs(tmp_path)], capsys)
+def test_a_run_trains_evaluates_and_saves(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    code, out, _ = run([*FLAGS, "--data-path", str(prefix), "--opt-level", "O2", *outputs(tmp_path)], capsys)
     assert code == 0
     assert "precision O2" in out
     for part in ("iter 4/4  loss", "valid at iteration 4", "test at iteration 4", f"saved {tmp_path / 'save' / 'iter_0000004'}"):
@@ -88,7 +83,7 @@ def test_a_run_trains_evaluates_and_saves(corpus: Path, tmp_path: Path, capsys: 
         [
             *FLAGS,
             *["--train-iters", "6", "--lr-decay-iters", "4", "--opt-level", "O2", "--data-path"],
-            str(corpus),
+            str(prefix),
             "--load",
             str(tmp_path / "save"),
         ],
@@ -107,25 +102,25 @@ BAD_SETTINGS = {
     "TP": ("--tensor-model-parallel-size 2", ["--tensor-model-parallel-size 2"]),
     "no data": ("--data-path", ["--data-path PREFIX"]),
     "misspelt flag": ("--num-layer 2", ["--num-layer", "--num-layers"]),
-    "save is a file": ("--save {corpus}.bin", ["--save"]),
-    "an index alone": ("--data-path {corpus}_alone", ["error: ", "corpus_alone.bin"]),
+    "save is a file": ("--save {prefix}.bin", ["--save"]),
+    "an index alone": ("--data-path {prefix}_alone", ["error: ", "corpus_alone.bin"]),
 }
 
 
 @pytest.mark.parametrize("case", list(BAD_SETTINGS))
-def test_bad_settings(case: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_bad_settings(case: str, prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     flags, wanted = BAD_SETTINGS[case]
     monkeypatch.chdir(tmp_path)
-    shutil.copy(f"{corpus}.idx", f"{corpus}_alone.idx")
-    before = contents(corpus.parent)
-    code, _, said = run([*FLAGS, "--data-path", str(corpus), *outputs(tmp_path), *flags.format(corpus=corpus).split()], capsys)
+    shutil.copy(f"{prefix}.idx", f"{prefix}_alone.idx")
+    before = contents(prefix.parent)
+    code, _, said = run([*FLAGS, "--data-path", str(prefix), *outputs(tmp_path), *flags.format(prefix=prefix).split()], capsys)
     assert code == 2
     for part in wanted:
         assert part in said, said
     assert "Traceback" not in said
     assert len(said) < 1000
     assert list(tmp_path.iterdir()) == []
-    assert contents(corpus.parent) == before
+    assert contents(prefix.parent) == before
     assert not torch.distributed.is_initialized()
 
 
@@ -180,7 +175,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize(("flags", "torch_too"), [(["--num-attention-head", "2"], False), (["--num-attention-heads", "3"], True)])
 def test_a_typo_is_told_before_torch_is_imported_and_a_refusal_before_megatron_core(
-    corpus: Path, tmp_path: Path, flags: list[str], torch_too: bool
+    prefix: Path, tmp_path: Path, flags: list[str], torch_too: bool
 ):
     """A recipe, which rules ask for its facts, has dtypes of torch's."""
     program = (
@@ -189,7 +184,7 @@ def test_a_typo_is_told_before_torch_is_imported_and_a_refusal_before_megatron_c
         "finally: print('torch' in sys.modules, 'megatron.core' in sys.modules)\n"
         "sys.exit(code)"
     )
-    code, out, err = ended(command(["-c", program, *FLAGS, "--data-path", str(corpus), *outputs(tmp_path), *flags]))
+    code, out, err = ended(command(["-c", program, *FLAGS, "--data-path", str(prefix), *outputs(tmp_path), *flags]))
     assert (code, out.split()) == (2, [str(torch_too), "False"])
     assert " ".join(flags[:1]) in err
 
@@ -217,9 +212,9 @@ sys.exit(main())
     ("script", "name"),
     [("module", "megatron.lm.config"), ("console", "megatron.lm.config"), ("console", "torch._C"), ("module", "megatron.core")],
 )
-def test_sigint_while_the_trainer_is_imported_is_one_line(corpus: Path, tmp_path: Path, script: str, name: str):
+def test_sigint_while_the_trainer_is_imported_is_one_line(prefix: Path, tmp_path: Path, script: str, name: str):
     """The signal comes while `name` is looked for, deep in the imports of others."""
-    flags = [*FLAGS, "--data-path", str(corpus), *outputs(tmp_path)]
+    flags = [*FLAGS, "--data-path", str(prefix), *outputs(tmp_path)]
     code, out, err = ended(command(["-c", INTERRUPTS, name, script, *flags]))
     assert (code, err) == (130, "error: interrupted by SIGINT\n")
     start = ("defaults that differ, Megatron-LM ", "    ")  # before torch
@@ -229,8 +224,8 @@ def test_sigint_while_the_trainer_is_imported_is_one_line(corpus: Path, tmp_path
 
 @pytest.mark.nightly(20)  # the quick start does it every time
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
-def test_two_processes_by_torchrun(corpus: Path, tmp_path: Path):
-    flags = [*FLAGS, "--data-path", str(corpus), "--opt-level", "O2", "--global-batch-size", "8", *outputs(tmp_path)]
+def test_two_processes_by_torchrun(prefix: Path, tmp_path: Path):
+    flags = [*FLAGS, "--data-path", str(prefix), "--opt-level", "O2", "--global-batch-size", "8", *outputs(tmp_path)]
     launch = [
         "-m",
         "megatron.lm.shell.torchrun",

@@ -38,11 +38,6 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 SLOW = ["squared", "stretched"]  # by default plain megatron-core writes them: test_megatron.py of foreign
 
 
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_data(tmp_path_factory.mktemp("data"))
-
-
 def settings(prefix: Path | str, folder: Path | str, name: str, **more: Any) -> Config:
     return tiny.config(prefix, **RUN | RUNS[name][0] | {"save": f"{folder}/{name}"} | more)
 

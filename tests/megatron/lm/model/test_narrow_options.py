@@ -15,11 +15,6 @@ STEPS, LOSS = 18, 0.05  # most by which a training loss of about 2 to 4 may diff
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_data(tmp_path_factory.mktemp("data"))
-
-
 def settings(prefix: Path, level: str = "O2", train_iters: int = STEPS, **changes: Any) -> Config:
     return tiny.config(prefix, opt_level=level, train_iters=train_iters, **WIDE | changes)
 

@@ -66,11 +66,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "fusions", lambda model: {})
 
 
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_data(tmp_path_factory.mktemp("data"))
-
-
 def recipe_of(settings: Config) -> PeerRecipe:
     found = settings.precision.recipe
     assert isinstance(found, PeerRecipe)

@@ -1,45 +1,13 @@
-"""Memory of mixtures of experts against measured peaks, and by hand."""
-
-import pytest
+"""Memory of mixtures of experts by hand; tests/tools/bench/test_check_plan.py compares it with measured peaks."""
 
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
 from megatron.lm.planning.experts import backward_of_a_layer, kept_per_token, weights_by_columns
-from megatron.lm.planning.memory import GIB, plan
-
-# Level, layers, micro-batches, peak GiB of OLMoE's shape on an H200 (tools/bench/results/moe.csv), relative tolerance. The update of one
-# micro-batch is larger than planned.
-MEASURED = [("O0", 8, 8, 67.36, 0.01), ("O2", 8, 8, 33.04, 0.01), ("O3", 8, 8, 33.17, 0.01), ("O3", 16, 1, 52.72, 0.045)]
-# The same of 757f8790, at 8 layers with 8 micro-batches: flags, cards, peak GiB of the fuller card. That tree kept the eager steps' casts
-# of the experts' weights beside those of the graphs; steps in graphs free them since (`Replays._begin`).
-EXPERTS, RECOMPUTED = "--expert-model-parallel-size 2", "--recompute-granularity selective --recompute-modules mlp"
-MEASURED_IN_GRAPHS = [
-    ("--opt-level O0", 1, 67.89),
-    ("--opt-level O2", 1, 39.57),
-    ("--opt-level O3", 1, 36.70),
-    ("--opt-level O3", 2, 28.57),
-    (f"--opt-level O3 {EXPERTS}", 2, 21.66),
-    (f"--opt-level O3 {EXPERTS} --moe-wire fp8-sums", 2, 21.66),
-    (f"--opt-level O3 {EXPERTS} {RECOMPUTED}", 2, 19.80),
-    (f"--opt-level O0 {EXPERTS}", 2, 46.07),
-]
+from megatron.lm.planning.memory import plan
 
 
 def olmoe(text: str) -> Config:
     return parse_args(f"--preset olmoe-1b-7b --micro-batch-size 1 {text}".split())
-
-
-@pytest.mark.parametrize(("level", "layers", "micro_batches", "peak", "within"), MEASURED)
-def test_the_peak_is_the_measured_one(level: str, layers: int, micro_batches: int, peak: float, within: float):
-    (rank,) = plan(olmoe(f"--opt-level {level} --num-layers {layers} --global-batch-size {micro_batches}"), 1)
-    assert rank.total / GIB == pytest.approx(peak, rel=within)
-
-
-@pytest.mark.parametrize(("flags", "cards", "peak"), MEASURED_IN_GRAPHS)
-def test_peaks_of_one_and_two_cards_are_the_measured_ones(flags: str, cards: int, peak: float):
-    config = olmoe(f"{flags} --num-layers 8 --global-batch-size {8 * cards}")
-    kept = 8 * weights_by_columns(config)
-    assert (max(rank.total for rank in plan(config, cards)) + kept) / GIB == pytest.approx(peak, rel=0.03)
 
 
 def test_a_layer_by_hand():

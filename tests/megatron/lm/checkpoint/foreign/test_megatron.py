@@ -31,11 +31,6 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_data(tmp_path_factory.mktemp("data"))
-
-
 def settings(prefix: Path | str, folder: Path | str, case: str, **more: Any) -> Config:
     return tiny.config(prefix, **DEFAULTS | SETTINGS[case] | {"load": f"{folder}/{case}", "precision": "fp32"} | more)
 

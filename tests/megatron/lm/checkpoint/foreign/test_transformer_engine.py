@@ -40,11 +40,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_data(tmp_path_factory.mktemp("data"))
-
-
 def settings(prefix: Path, folder: Path, case: str, **more: Any) -> Config:
     lengths = {"micro_batch_size": 4, "global_batch_size": 4, "train_iters": 12}
     return tiny.config(prefix, **lengths | OURS[case] | {"load": f"{folder}/{case}", "precision": "fp32", "cuda_graph": "none"} | more)
