@@ -63,16 +63,14 @@ TWO: dict[str, Case] = {
     "fp32 qwen TP": ("fp32", "qwen", TP2),
     "fp32 unusual TP+SP": ("fp32", "unusual", TP2 | SP),
 }
-EVERY_TWO: dict[str, Case] = {
-    f"{recipe} {name}": (recipe, "gpt", grid)
-    for recipe in LIMITS
-    for name, grid in {"DP": {}, "TP": TP2, "TP+SP": TP2 | SP, "PP": PP2, "interleaved": PP2 | VPP}.items()
-    if f"{recipe} {name}" not in TWO
-}
-# Recipes between FP32 and O3 on the grids that differ least from others.
-TWO_REST = {name: case for name, case in EVERY_TWO.items() if case[0] not in ("fp32", "O3") and name.endswith((" TP", " interleaved"))}
+# Of recipes between FP32 and O3 the grids that differ most.
 TWO_SLOW: dict[str, Case] = {
-    **{name: case for name, case in EVERY_TWO.items() if name not in TWO_REST},
+    **{
+        f"{recipe} {name}": (recipe, "gpt", grid)
+        for recipe in LIMITS
+        for name, grid in {"DP": {}, "TP+SP": TP2 | SP, "PP": PP2, "TP": TP2, "interleaved": PP2 | VPP}.items()
+        if f"{recipe} {name}" not in TWO and (recipe in ("fp32", "O3") or name in ("DP", "TP+SP", "PP"))
+    },
     "fp32 qwen TP+SP": ("fp32", "qwen", TP2 | SP),
     "O3 qwen TP+SP": ("O3", "qwen", TP2 | SP),
     "O3 unusual TP+SP": ("O3", "unusual", TP2 | SP),
@@ -93,9 +91,9 @@ TWO_SLOW: dict[str, Case] = {
     **{f"{recipe} DP ZeRO": (recipe, "gpt", ZERO) for recipe in ("collage-plus", "collage-fp8")},
     "coat DP ZeRO": ("coat", "gpt", ZERO),
 }
-EVERY_FOUR: dict[str, Case] = {
+FOUR: dict[str, Case] = {
     f"{recipe} {name}": (recipe, "gpt", grid)
-    for recipe in ("fp32", "bf16", "O3")
+    for recipe in ("fp32", "O3")
     for name, grid in {
         "TP 4 + SP": {"tensor_model_parallel_size": 4} | SP,
         "PP 4": {"pipeline_model_parallel_size": 4},
@@ -112,8 +110,6 @@ EVERY_FOUR: dict[str, Case] = {
     for recipe in ("O1", "O2", "fp16-amp")
     for name, grid in {"TP+SP x PP": TP2 | SP | PP2, "DP x TP+SP ZeRO": TP2 | SP | ZERO}.items()
 }
-FOUR_REST = {name: case for name, case in EVERY_FOUR.items() if case[0] == "bf16"}
-FOUR = {name: case for name, case in EVERY_FOUR.items() if name not in FOUR_REST}
 # Over NCCL; the GPU's FP32 sums are in another order, and rounded otherwise.
 GPUS: dict[str, Case] = {
     **{f"{recipe} TP+SP": (recipe, "gpt", TP2 | SP) for recipe in ("fp32", "bf16", "fp16-amp", "O2", "O3")},
@@ -142,7 +138,7 @@ SAME_BITS_FOUR = [(f"{recipe} DP x PP", f"{recipe} DP x PP ZeRO") for recipe in 
 
 def steps_of(recipe: str) -> int:
     """A few, and where scaling is delayed both of its phases."""
-    return STEPS if recipe.startswith("O") else 5
+    return STEPS if recipe.startswith("O") else 3
 
 
 def settings_of(prefix: str, case: Case) -> Config:
@@ -198,27 +194,6 @@ def all_runs(prefix: str, cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
     return {name: trained(settings_of(prefix, case)) for name, case in cases.items()}
 
 
-def poisoned(prefix: str) -> list[tuple[bool, float]]:
-    """Was the step skipped and what is the norm, where in the second step one gradient of the last rank is NaN."""
-    found = []
-    with tiny.trainer(settings_of(prefix, ("O3", "gpt", TP2 | PP2))) as made:
-        stream = made.data.batches(made.training, made.data.train, 0)
-        bad = next(p for name, p in made.training.model.named_parameters() if name.endswith("linear_fc1.weight"))
-        for step in range(3):
-            handle = None
-            if step == 1 and torch.distributed.get_rank() == 3:
-                handle = bad.register_hook(lambda g: g * float("nan"))
-            result = train_step(made.training, stream)
-            found.append((result.skipped, float(result.grad_norm)))
-            if handle is not None:
-                handle.remove()
-    return found
-
-
-def four_processes(prefix: str) -> dict[str, Any]:
-    return {"runs": all_runs(prefix, FOUR), "poisoned": poisoned(prefix)}
-
-
 @pytest.fixture(scope="module")
 def one(gloo_prefix: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """Runs on one process, made when first asked for."""
@@ -243,11 +218,7 @@ def runs_of(cases: dict[str, Case], ranks: int, timeout: float) -> Any:
 
 two = runs_of(TWO, 2, 850)
 two_slow = runs_of(TWO_SLOW, 2, 2500)
-
-
-@pytest.fixture(scope="module")
-def four(gloo_prefix: Path) -> list[dict[str, Any]]:
-    return dist.run(four_processes, 4, str(gloo_prefix), timeout=2500)
+four = runs_of(FOUR, 4, 2500)
 
 
 def check(
@@ -322,18 +293,11 @@ def test_bits_do_not_depend_on_the_run_nor_on_recomputation(two, two_slow, a: st
 def test_every_recipe_on_four_processes(four, one, recipe: str):
     for name, case in FOUR.items():
         if case[0] == recipe:
-            check([rank["runs"] for rank in four], name, case, one)
+            check(four, name, case, one)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("a", "b"), SAME_BITS_FOUR, ids=str)
 def test_zero_changes_no_bit_in_a_grid(four, a: str, b: str):
     for rank in four:
-        assert tiny.same(rank["runs"][a]["weights"], rank["runs"][b]["weights"])
-
-
-@pytest.mark.nightly
-def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(four):
-    for rank in four:
-        assert [skipped for skipped, _ in rank["poisoned"]] == [False, True, False]
-        assert [repr(norm) for _, norm in rank["poisoned"]] == [repr(norm) for _, norm in four[0]["poisoned"]]
+        assert tiny.same(rank[a]["weights"], rank[b]["weights"])
