@@ -68,7 +68,7 @@ def _implementation(twin: Callable[..., Any], device_type: str) -> Callable[...,
 def _on_cuda(twin: Callable[..., Any]) -> Callable[..., Any]:
     def run(x: torch.Tensor | list[torch.Tensor], *args: object, **flags: object) -> Any:
         device = x[0].device if isinstance(x, list) else x.device
-        if device.index == torch.cuda.current_device():
+        if device.index == torch._C._cuda_getDevice():  # the tensor is there, so CUDA is initialized
             return _implementation(twin, "cuda")(x, *args, **flags)
         with torch.cuda.device(device):  # Triton launches on the current device, not on the device of its arguments
             return _implementation(twin, "cuda")(x, *args, **flags)
@@ -83,7 +83,7 @@ def _unseen(x: object) -> bool:
         and x.is_cuda  # type: ignore[attr-defined]
         and not torch.is_grad_enabled()
         and torch._C._len_torch_dispatch_stack() == 0
-        and not torch.jit.is_tracing()
+        and not torch._C._is_tracing()
     )
 
 

@@ -100,7 +100,7 @@ def accumulate(g, payload, scale_inv, draw, key, first):
         "BLOCK": BLOCK, "CHUNK": CHUNK, "num_warps": WARPS,
     }  # fmt: skip
     exponent, largest = _fields(fmt.max)
-    scratch, stored, grid = take(g.device, 2), _bytes(payload), (max(1, triton.cdiv(numel, CHUNK)),)
+    scratch, stored, grid = take(g.device, 2), _bytes(payload), (max(1, -(-numel // CHUNK)),)
     _measure_kernel[grid](g, stored, scale_inv, draw, scratch, numel, **constants)
     _store_kernel[grid](
         g, stored, scale_inv, draw, scratch, numel, key, EXPONENT=exponent, LARGEST=largest, WIDE=numel >= 2**34, **constants
@@ -110,7 +110,7 @@ def accumulate(g, payload, scale_inv, draw, key, first):
 def add_payload_(g, payload, scale_inv, *, replace=False):
     """See the reference twin."""
     numel, block = g.numel(), 2 * BLOCK
-    _add_payload_kernel[max(1, triton.cdiv(numel, block)),](
+    _add_payload_kernel[max(1, -(-numel // block)),](
         g, _bytes(payload), scale_inv, numel, REPLACE=replace, G=of_dtype(g.dtype).mantissa_bits,
         MANTISSA=of_dtype(payload.dtype).mantissa_bits, HARDWARE=g.is_cuda, BLOCK=block, num_warps=WARPS,
     )  # fmt: skip

@@ -185,7 +185,7 @@ def _activate_backward_kernel(
 
 def parts(M: int, kind: str) -> int:
     """Return the number of parts in the column sums of a gradient with M rows."""
-    return max(1, triton.cdiv(M, BACKWARD[kind][0] * BACKWARD[kind][3]))
+    return max(1, -(-M // (BACKWARD[kind][0] * BACKWARD[kind][3])))
 
 
 def activate(y, kind, scale, amax_slot, dtype, *, scale_inv_slot=None, channel_scale=None, channel_amax_slot=None):
@@ -193,7 +193,7 @@ def activate(y, kind, scale, amax_slot, dtype, *, scale_inv_slot=None, channel_s
     F = features(y, kind)
     y, M = y.contiguous(), y.shape[0]
     a = torch.empty(M, F, dtype=dtype, device=y.device)
-    grid = (max(1, triton.cdiv(M, TILE_M)), max(1, triton.cdiv(F, TILE_N)))
+    grid = (max(1, -(-M // TILE_M)), max(1, -(-F // TILE_N)))
     constants = fp8_constants(dtype, y.device)
 
     def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
@@ -212,7 +212,7 @@ def activate_backward(
     y, grad_a, quantised = y.contiguous(), grad_a.contiguous(), dtype.itemsize == 1
     (M, F), N, device = grad_a.shape, y.shape[1], y.device
     tile_m, tile_n, warps, tiles, stages = BACKWARD[kind]
-    grid = (parts(M, kind), max(1, triton.cdiv(F, tile_n)))
+    grid = (parts(M, kind), max(1, -(-F // tile_n)))
     g, g_t = _layouts(M, N, True, quantised, dtype, device)
     a_t = torch.empty((F, M) if quantised else 0, dtype=a_dtype, device=device)
     partial = _partial_sums(colsum, grid[0], N, device)

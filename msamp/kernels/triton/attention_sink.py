@@ -176,7 +176,7 @@ def _backward_kernel(
 def _sums(value: torch.Tensor, skip: int) -> torch.Tensor:
     """Return the sums over parts of the tokens, FP32 [parts, b, groups, d]."""
     (s, b, groups, d), codes = value.shape, value.element_size() == 1
-    sums = torch.empty((max(1, triton.cdiv(s, SUM_TOKENS)), b, groups, d), dtype=torch.float32, device=value.device)
+    sums = torch.empty((max(1, -(-s // SUM_TOKENS)), b, groups, d), dtype=torch.float32, device=value.device)
     _sum_kernel[len(sums), b * groups](
         value.view(torch.uint8) if codes else value, sums, s, skip, groups, *value.stride()[:3], CODES=codes, HARDWARE=value.is_cuda, D=d,
         CHANNELS=triton.next_power_of_2(d), TILE_M=64, TOKENS=SUM_TOKENS, num_warps=WARPS,
@@ -206,7 +206,7 @@ def sink_center_(sink, value, scale_inv, skip):
 
 def parts(s: int) -> int:
     """Return the number of parts of `sink_backward`'s sums for s tokens."""
-    return max(1, triton.cdiv(s, TOKENS))
+    return max(1, -(-s // TOKENS))
 
 
 def sink_merge(query, o, lse, sink, scale_invs, softmax_scale, scale, amax_slot, dtype, *, scale_inv_slot=None):

@@ -145,7 +145,7 @@ def block_cast(x, multiplier, amax_slot, *, rows, columns, dtype, scale_rule, ro
     y_t, table_t = new_operand(x, (N, M), block, dtype, scale_rule) if col else no_operand(x, dtype, scale_rule)
     exponent, limit = _fields(fmt.max)
     if x.numel():
-        _block_cast_kernel[triton.cdiv(M, TILE), triton.cdiv(N, TILE)](
+        _block_cast_kernel[-(-M // TILE), -(-N // TILE)](
             _bytes(x), multiplier, amax_slot, y if row else None, table if row else None, y_t if col else None, table_t if col else None,
             M, N, SOURCE=of_dtype(x.dtype).mantissa_bits, SQUARE=rows > 1, COLUMNS=columns, RULE=scale_rule, EXPONENT=exponent, LIMIT=limit,
             SMALLEST_AMAX=fmt.max * SMALLEST, ALIGNED=M % 4 == 0, TILE=TILE, num_warps=WARPS, maxnreg=REGISTERS,

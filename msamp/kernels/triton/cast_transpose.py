@@ -266,7 +266,7 @@ def cast_transposed(x, scale_inv, dtype):
     x = x.contiguous()
     M, N = x.shape
     y_t = torch.empty(N, M, dtype=dtype, device=x.device)
-    _cast_transpose_kernel[triton.cdiv(M, TILE_M), triton.cdiv(N, TILE_N)](
+    _cast_transpose_kernel[-(-M // TILE_M), -(-N // TILE_N)](
         x, None, y_t, None, scale_inv, None, None, M, N,
         INVERSE=True, ALIGNED=M % 4 == 0, TILE_M=TILE_M, TILE_N=TILE_N, num_warps=WARPS, **fp8_constants(dtype, x.device),
     )  # fmt: skip
@@ -289,7 +289,7 @@ def transpose(x):
     x = x.contiguous()
     M, N = x.shape
     y = torch.empty(N, M, dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(M, 128), triton.cdiv(N, 128))
+    grid = (-(-M // 128), -(-N // 128))
     _transpose_kernel[grid](x, y, M, N, ALIGNED=M % 4 == 0, TILE_M=128, TILE_N=128, num_warps=WARPS)
     return y
 
@@ -321,7 +321,7 @@ def cast_columns(x, scale, channel_scale, dtype):
     M, N = x.shape
     y = torch.empty(M, N, dtype=dtype, device=x.device)
     if x.numel():
-        _cast_columns_kernel[triton.cdiv(M, 16), triton.cdiv(N, 512)](
+        _cast_columns_kernel[-(-M // 16), -(-N // 512)](
             _bytes(x), _bytes(y), scale, channel_scale.contiguous(), M, N,
             SOURCE=of_dtype(x.dtype).mantissa_bits, TILE_M=16, TILE_N=512, num_warps=8, **fp8_constants(dtype, x.device),
         )  # fmt: skip

@@ -59,7 +59,7 @@ def expert_cast(payload, stored, dtype):
     y = torch.empty(0 if kept else (E, N, K), dtype=dtype, device=device)
     multipliers, scale_invs = stored, stored.clone() if kept else torch.empty_like(stored)
     if not kept:
-        parts = max(1, triton.cdiv(N * K, BLOCK))
+        parts = max(1, -(-N * K // BLOCK))
         maxima, multipliers = torch.empty((E, parts), dtype=torch.float32, device=device), torch.empty_like(stored)
         if E:
             exponent, mantissa = _fields(of_dtype(dtype).max)
@@ -69,7 +69,7 @@ def expert_cast(payload, stored, dtype):
             )
     if payload.numel():
         source = payload.view(torch.uint8) if kept else payload
-        _expert_cast_kernel[triton.cdiv(N, TILE_M), triton.cdiv(K, TILE_N), E](
+        _expert_cast_kernel[-(-N // TILE_M), -(-K // TILE_N), E](
             source, y, y_t, multipliers, N, K, STORED=kept, TILE_M=TILE_M, TILE_N=TILE_N, num_warps=WARPS,
             **fp8_constants(dtype, device),
         )  # fmt: skip

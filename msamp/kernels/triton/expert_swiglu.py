@@ -107,7 +107,7 @@ def _expert_swiglu_backward_kernel(
 
 def parts(F: int) -> int:
     """Return the number of parts in the gradient of the probabilities of rows with F features."""
-    return max(1, triton.cdiv(F, BACKWARD["swiglu"][1]))
+    return max(1, -(-F // BACKWARD["swiglu"][1]))
 
 
 def expert_swiglu(y, probs, scale, amax_slot, dtype, *, end=None):
@@ -115,7 +115,7 @@ def expert_swiglu(y, probs, scale, amax_slot, dtype, *, end=None):
     F = features(y, "swiglu")
     y, M = y.contiguous(), y.shape[0]
     a = torch.empty(M, F, dtype=dtype, device=y.device)
-    grid = (max(1, triton.cdiv(M, TILE_M)), max(1, triton.cdiv(F, TILE_N)))
+    grid = (max(1, -(-M // TILE_M)), max(1, -(-F // TILE_N)))
     constants = fp8_constants(dtype, y.device)
 
     def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
@@ -132,7 +132,7 @@ def expert_swiglu_backward(grad_a, y, probs, a_scale_inv, a_dtype, scale, amax_s
     y, grad_a = y.contiguous(), grad_a.contiguous()
     (M, F), device = grad_a.shape, y.device
     tile_m, tile_n, warps, _, _ = BACKWARD["swiglu"]
-    grid = (max(1, triton.cdiv(M, tile_m)), parts(F))
+    grid = (max(1, -(-M // tile_m)), parts(F))
     g, g_t = _layouts(M, 2 * F, True, True, dtype, device)
     a_t = torch.empty((F, M), dtype=a_dtype, device=device)
     grad_probs = torch.empty((parts(F), M), dtype=torch.float32, device=device)

@@ -68,7 +68,7 @@ def _grid(x: torch.Tensor, size: int) -> tuple[tuple[int], dict[str, int]]:
     """Return the number of programs, and the layout of the groups of `x` [M, N]."""
     M, N = x.shape
     a_row, held = -(-N // size), max(1, BLOCK // size)
-    return (triton.cdiv(M * a_row, held),), {"groups": M * a_row, "a_row": a_row, "N": N, "GROUPS": held, "SIZE": size}
+    return (-(-M * a_row // held),), {"groups": M * a_row, "a_row": a_row, "N": N, "GROUPS": held, "SIZE": size}
 
 
 def group_cast(x, size, dtype):

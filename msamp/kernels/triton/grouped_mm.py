@@ -301,7 +301,7 @@ def grouped_mm(a, b, offsets, a_scale_inv, b_scale_inv, out_dtype, *, fast_accum
     if tiles is None:
         tiles = grouped_tiles(offsets, M, tiling.block_m)
     tma = tiling.tma and _aligned(a, b)
-    programs = min(_multiprocessors(a.device) * tiling.programs, tiles.shape[1] * triton.cdiv(N, tiling.block_n))
+    programs = min(_multiprocessors(a.device) * tiling.programs, tiles.shape[1] * -(-N // tiling.block_n))
     _grouped_mm_kernel[programs,](
         *_operands(a, b.view(E * N, K), tma, tiling), out, tiles,
         a_scale_inv, b_scale_inv, M, E, tiles.shape[1], N, K, **_meta(tiling, tma, fast_accum, a.device),
@@ -321,7 +321,7 @@ def grouped_mm_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtyp
     if not out.numel():
         return out
     tma = aligned and tiling.tma and _aligned(a_t, b_t)
-    tiles = E * triton.cdiv(N, tiling.block_m) * triton.cdiv(K, tiling.block_n)
+    tiles = E * -(-N // tiling.block_m) * -(-K // tiling.block_n)
     programs = min(_multiprocessors(a_t.device) * tiling.programs, tiles)
     _grad_weight_kernel[programs,](
         *_operands(a_t, b_t, tma, tiling),
@@ -336,7 +336,7 @@ def grouped_tiles(offsets, rows, block):
     experts = offsets.numel()
     capacity = tile_capacity(rows, experts, block)
     table = torch.empty((4, capacity), dtype=torch.int32, device=offsets.device)
-    _grouped_tiles_kernel[triton.cdiv(capacity, SLOTS),](
+    _grouped_tiles_kernel[-(-capacity // SLOTS),](
         offsets, table, rows, experts, capacity, BLOCK=block, EXPERTS=triton.next_power_of_2(experts + 1), SLOTS=SLOTS, num_warps=4
     )
     return table

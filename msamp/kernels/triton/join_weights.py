@@ -56,7 +56,7 @@ def join_weights(payloads, multipliers, scale_invs, dtype, *, transpose=False):
     scale_inv = torch.empty((), dtype=torch.float32, device=device)
     stored, constants = payloads[0].dtype == dtype, fp8_constants(dtype, device)
     xs = tuple(x.contiguous().view(torch.uint8) if stored else x.contiguous() for x in payloads)
-    grid = (sum(triton.cdiv(count, TILE_M) for count in rows), triton.cdiv(N, TILE_N))
+    grid = (sum(-(-count // TILE_M) for count in rows), -(-N // TILE_N))
     _join_weights_kernel[grid](
         xs, tuple(multipliers), tuple(scale_invs), rows, None if transpose else y, y if transpose else None, scale_inv, M, N,
         COUNT=len(xs), FROM=constants["MANTISSA"] if stored else WIDE, ALIGNED=True, TILE_M=TILE_M, TILE_N=TILE_N, num_warps=WARPS,

@@ -157,7 +157,7 @@ def normalize(x, residual, weight, bias, eps, scale, amax_slot, dtype, *, rms, s
     M, N = x.shape
     tile, elements = _rows(N)
     constants = {**tile, **fp8_constants(dtype, x.device), "RMS": rms, "num_warps": max(4, min(32, elements // 1024))}
-    grid = (max(1, triton.cdiv(M, tile["ROWS"])),)  # the first program writes scale_inv even without rows
+    grid = (max(1, -(-M // tile["ROWS"])),)  # the first program writes scale_inv even without rows
     total = x.new_empty(0) if residual is None else torch.empty_like(x)
     y = torch.empty(M, N, dtype=dtype, device=x.device)
     mean = x.new_empty(0 if rms else M, dtype=torch.float32)
@@ -179,7 +179,7 @@ def normalize_transposed(x, mean, rstd, weight, bias, scale_inv, dtype, *, rms):
     x = x.contiguous()
     M, N = x.shape
     yt = torch.empty(N, M, dtype=dtype, device=x.device)
-    _normalize_transposed_kernel[triton.cdiv(M, TILE_M), triton.cdiv(N, TILE_N)](
+    _normalize_transposed_kernel[-(-M // TILE_M), -(-N // TILE_N)](
         x, mean, rstd, weight, bias, scale_inv, yt.view(torch.uint8), M, N,
         TILE_M=TILE_M, TILE_N=TILE_N, RMS=rms, num_warps=8, enable_fp_fusion=False,
         **fp8_constants(dtype, x.device),
@@ -197,7 +197,7 @@ def parts(M: int, N: int, device: torch.device) -> int:
     """Return the number of parts in the weight and bias gradients and in the maxima: one per program, as many as fit on the GPU."""
     tile, elements = _rows(N)
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-    return max(1, min(multiprocessors * _backward_warps(elements)[1], triton.cdiv(M, tile["ROWS"])))
+    return max(1, min(multiprocessors * _backward_warps(elements)[1], -(-M // tile["ROWS"])))
 
 
 def normalize_backward(grad_y, x, mean, rstd, weight, grad_residual, *, rms, maxima=False):

@@ -81,13 +81,13 @@ def permute(x, source, top_k, *, row=False, col=False, end=None):
     if not (M and N):
         return y, y_t
     if col:
-        grid = (triton.cdiv(M, TILE_M), triton.cdiv(N, TILE_N))
+        grid = (-(-M // TILE_M), -(-N // TILE_N))
         _permute_kernel[grid](
             codes, source, end, rows if row else None, y_t, M, N, TOP_K=top_k, ALIGNED=M % 4 == 0, TILE_M=TILE_M, TILE_N=TILE_N,
             num_warps=WARPS,
         )  # fmt: skip
     elif row:
-        grid = (triton.cdiv(M, ROWS), triton.cdiv(N, COLUMNS))
+        grid = (-(-M // ROWS), -(-N // COLUMNS))
         _copy_rows_kernel[grid](codes, source, end, rows, M, N, TOP_K=top_k, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
     return y, y_t
 
@@ -98,7 +98,7 @@ def unpermute(y, places):
     (T, top_k), N = places.shape, y.shape[1]
     out = torch.empty((T, N), dtype=y.dtype, device=y.device)
     if out.numel():
-        grid = (triton.cdiv(T, TOKENS), triton.cdiv(N, SUMMED))
+        grid = (-(-T // TOKENS), -(-N // SUMMED))
         _unpermute_kernel[grid](
             y, places, out, T, N, TOP_K=top_k, TOKENS=TOKENS, COLUMNS=SUMMED, HARDWARE=y.device.type == "cuda", num_warps=WARPS
         )

@@ -251,7 +251,7 @@ def _rotary_backward_kernel(
 
 def parts(M: int) -> int:
     """Return the number of parts in the column sums of a gradient with M rows."""
-    return max(1, triton.cdiv(M, BACKWARD_TILE_M))
+    return max(1, -(-M // BACKWARD_TILE_M))
 
 
 def rotary_(qkv, cos, sin, heads, groups, *, apart=False):
@@ -261,7 +261,7 @@ def rotary_(qkv, cos, sin, heads, groups, *, apart=False):
     check_tables(cos, sin, table_rows(s, b, apart), d)
     if r == 0 or s * b == 0:
         return
-    _rotary_kernel[triton.cdiv(s * b, TILE_M), groups](
+    _rotary_kernel[-(-s * b // TILE_M), groups](
         qkv, cos.contiguous(), sin.contiguous(), s * b, b, groups, len(cos), APART=apart,
         PER_GROUP=heads // groups, D=d, R=r, HALF=triton.next_power_of_2(r // 2), TILE_M=TILE_M, num_warps=WARPS,
     )  # fmt: skip
@@ -277,7 +277,7 @@ def rotary_cast(qkv, cos, sin, heads, groups, scales, amax_slots, dtype, *, scal
     codes = [part.view(torch.uint8) for part in (query, key, value)]
 
     def launch(scales: torch.Tensor | None, amaxes: torch.Tensor | None, scale_invs: torch.Tensor | None) -> None:
-        _rotary_cast_kernel[max(1, triton.cdiv(s * b, TILE_M)), groups](
+        _rotary_cast_kernel[max(1, -(-s * b // TILE_M)), groups](
             qkv, *codes, cos, sin, center, scales, amaxes, scale_invs, s * b, max(1, b), groups,
             PER_GROUP=heads // groups, D=d, R=r, HALF=triton.next_power_of_2(d // 2), TILE_M=TILE_M, STORE=scales is not None,
             num_warps=WARPS, **fp8_constants(dtype, device),

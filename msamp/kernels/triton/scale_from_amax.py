@@ -59,7 +59,7 @@ def scale_from_amax(amax, fp_max, last, otherwise):
     scale = torch.empty_like(amax)
     exponent, mantissa = _fields(fp_max)
     if amax.numel():
-        _scale_from_amax_kernel[triton.cdiv(amax.numel(), BLOCK),](
+        _scale_from_amax_kernel[-(-amax.numel() // BLOCK),](
             amax, last, scale, amax.numel(), otherwise, EXPONENT=exponent, MANTISSA=mantissa, BLOCK=BLOCK, num_warps=4
         )
     return scale

@@ -33,7 +33,7 @@ def sum_parts(parts, dtype):
     """See the reference twin."""
     sums = [torch.empty(x.shape[1], dtype=dtype, device=x.device) for x in parts]
     rows, widths = (tuple(x.shape[i] for x in parts) for i in range(2))
-    _sum_parts_kernel[sum(triton.cdiv(width, BLOCK_N) for width in widths),](
+    _sum_parts_kernel[sum(-(-width // BLOCK_N) for width in widths),](
         tuple(parts), tuple(sums), rows, widths,
         COUNT=len(sums), HARDWARE=sums[0].is_cuda, BLOCK_P=BLOCK_P, BLOCK_N=BLOCK_N, num_warps=4,
     )  # fmt: skip
@@ -64,7 +64,7 @@ def sum_payloads(payloads, factor, dtype, own=None, rank=0):
     """See the reference twin."""
     ranks, numel = payloads.shape
     y = torch.empty(numel, dtype=dtype, device=payloads.device)
-    _sum_payloads_kernel[max(1, triton.cdiv(numel, BLOCK)),](
+    _sum_payloads_kernel[max(1, -(-numel // BLOCK)),](
         _bytes(payloads), _bytes(payloads if own is None else own), factor, _bytes(y), numel,
         RANKS=ranks, OWN=-1 if own is None else rank, FROM=of_dtype(payloads.dtype).mantissa_bits,
         BLOCK=BLOCK, num_warps=8, **fp8_constants(dtype, y.device),

@@ -152,7 +152,7 @@ def _mantissa(x: torch.Tensor) -> int:
 def count_(row, x, payload):
     """See the reference twin."""
     if x.numel():
-        _count_kernel[(triton.cdiv(x.numel(), COUNT_CHUNK),)](
+        _count_kernel[(-(-x.numel() // COUNT_CHUNK),)](
             row, _bytes(x.contiguous()), _bytes(payload.contiguous()), x.numel(),
             FROM=_mantissa(x), TO=_mantissa(payload), LIMIT=of_dtype(payload.dtype).max,
             HARDWARE=x.is_cuda, BLOCK=BLOCK, CHUNK=COUNT_CHUNK, num_warps=8,
@@ -163,7 +163,7 @@ def tally_(row, x, payload, scale_inv):
     """See the reference twin."""
     if not x.numel():
         return
-    programs = triton.cdiv(x.numel(), CHUNK)
+    programs = -(-x.numel() // CHUNK)
     partials = torch.empty(TALLY_SUMS + 1, programs, dtype=torch.float64, device=x.device)
     _tally_kernel[(programs,)](
         _bytes(x.contiguous()), _bytes(payload.contiguous()), scale_inv, x.numel(), partials, programs,
@@ -177,7 +177,7 @@ def tally_update_(row, before, wanted, stored, scale_inv):
     """See the reference twin."""
     if not before.numel():
         return
-    programs = triton.cdiv(before.numel(), CHUNK)
+    programs = -(-before.numel() // CHUNK)
     partials = torch.empty(UPDATE_SUMS, programs, dtype=torch.float64, device=before.device)
     _tally_update_kernel[(programs,)](
         before.contiguous(), wanted.contiguous(), _bytes(stored.contiguous()), scale_inv, before.numel(), partials, programs,
