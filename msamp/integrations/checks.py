@@ -103,7 +103,7 @@ def _check_values(model: nn.Module) -> None:
                 f"{name} is {p.dtype}, but complex parameters are not supported; store real and imaginary parts in one real "
                 "parameter (torch.view_as_real), and combine them in forward by torch.view_as_complex"
             )
-        if not p.is_floating_point():
+        if not p.is_floating_point() or p.itemsize == 1:  # FP8 codes are not values: a cast would lose their scales
             raise ValueError(
                 f"{name} is {p.dtype}, which has no gradient; make it a buffer (module.register_buffer), and pass a base model that "
                 "another library quantized in its floating-point form"

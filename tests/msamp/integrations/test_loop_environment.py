@@ -52,6 +52,7 @@ WITHOUT = {
     "lazy": (lambda: nn.Sequential(nn.Linear(32, 64), nn.LazyLinear(64)), r"1\.weight belongs to a lazy module.*run a forward"),
     "complex": (lambda: with_extra(torch.complex64), r"extra is torch\.complex64.*view_as_real"),
     "integer": (lambda: with_extra(torch.int64), r"extra is torch\.int64.*register_buffer"),
+    "codes": (lambda: with_extra(torch.float8_e4m3fn), r"extra is torch\.float8_e4m3fn.*in its floating-point form"),
 }
 
 
