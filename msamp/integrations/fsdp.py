@@ -46,13 +46,13 @@ from msamp.nn.parameter_swap import swap_contents_
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics.formats import FP16, FP32
 from msamp.numerics.granularity import TENSORWISE
-from msamp.numerics.recipe import Recipe
+from msamp.numerics.recipe import Cast, Recipe
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.clip import check_max_norm, clip_coefficient
 from msamp.optim.masters import belongs
 from msamp.optim.states import copy_of_rows, is_scaled, local, make_master, payload, weight_format
 from msamp.optim.updates import MASTER
-from msamp.parallel.fsdp import FSDP, check_cut, rows_of, sharded_casts
+from msamp.parallel.fsdp import FSDP, check_cut, rows_of
 from msamp.parallel.sharded_weight import ShardedWeight
 
 _MASTERS = (FP16, FP32)  # formats of masters next to weights in FP8
@@ -230,7 +230,8 @@ def optimizer(
     names = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name, p in names.items():
         check_cut(name, p)
-    casts = sharded_casts(model)
+    gathered = [layer for layer in model.modules() if isinstance(layer, FP8Linear) and is_scaled(layer.weight)]
+    casts: dict[torch.Tensor, Cast] = {layer.weight: layer.scaling.gemm.weight for layer in gathered}
     if not casts or not isinstance(model, FSDPModule):
         raise ValueError("the model has no sharded FP8 weight; call msamp.integrations.fsdp.prepare(model), then fully_shard(model)")
     for weight, cast in casts.items():

@@ -8,13 +8,17 @@ from msamp.kernels.scaled_mm import check_blockwise, warn_if_blocks_emulated
 from msamp.numerics.formats import FP32, Format
 from msamp.numerics.granularity import TENSORWISE, Block
 from msamp.numerics.recipe import Cast, Gemms
-from msamp.numerics.scaling import MAX_EXPONENT, Current, Delayed, check_rule
+from msamp.numerics.scaling import MAX_EXPONENT, Current, Delayed, Scaling
 
 
 def check_gemm(gemm: Gemms) -> None:
     """Raise a ValueError naming the tensor, its cast and a fix if a linear layer does not support it."""
     for what, cast in gemm.casts.items():
-        check_rule(cast.scaling, what)
+        if not isinstance(cast.scaling, Scaling):
+            raise ValueError(
+                f"{what} has scaling rule {cast.scaling!r}, which is not a Scaling; use Current() or Delayed(), or derive a class from "
+                "msamp.numerics.scaling.Scaling"
+            )
         lacking = [name for name in ("maxima", "spread", "scales_shape") if not callable(getattr(cast.granularity, name, None))]
         if lacking:
             raise ValueError(

@@ -202,12 +202,3 @@ class Delayed(Scaling):
             *([f"margin {self.margin}"] if self.margin else []),
         ]
         return f"delayed({', '.join(options)})"
-
-
-def check_rule(rule: object, what: str) -> None:
-    """Raise a ValueError that names `what` if `rule` is not a scaling rule."""
-    if not isinstance(rule, Scaling):
-        raise ValueError(
-            f"{what} has scaling rule {rule!r}, which is not a Scaling; use Current() or Delayed(), or derive a class from "
-            "msamp.numerics.scaling.Scaling"
-        )

@@ -36,18 +36,10 @@ MAX, EXPONENT = "_max", "_k"  # key suffixes of a state's group maxima and expon
 Stored = torch.Tensor | Expanded
 
 
-def warn_of(formats: Mapping[str, str]) -> None:
-    """Warn once per process about formats with which training is known to fail.
-
-    formats: by state, "master", "grad", "m" and "v".
-    """
-    for named in SEEN.keys() & formats.items():
-        _warn_once(SEEN[named])
-
-
 @functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(f"{message} (FP8-LM, Table 6)", stacklevel=5)
+def warn_once(message: str) -> None:
+    """Warn once per process about formats with which training is known to fail (`SEEN`)."""
+    warnings.warn(f"{message} (FP8-LM, Table 6)", stacklevel=4)
 
 
 def begun(key: str, fmt: Format, like: torch.Tensor) -> dict[str, torch.Tensor]:

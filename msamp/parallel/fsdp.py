@@ -17,14 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as CutAlong
 
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.nn.cast_scales import own_rule
-from msamp.nn.linear import FP8Linear
 from msamp.numerics.formats import Format, by_name
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.recipe import Cast
@@ -244,10 +242,3 @@ def _places(kinds: Sequence[Any]) -> dict[Any, list[int]]:
 def _some(values: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
     """Return the values at some positions, without a copy if these are all."""
     return values if len(places) == len(values) else torch.stack([values[place] for place in places])
-
-
-def sharded_casts(model: nn.Module) -> dict[torch.Tensor, Cast]:
-    """Return parameter -> cast for the weights of a sharded model's FP8 layers."""
-    return {
-        layer.weight: layer.scaling.gemm.weight for layer in model.modules() if isinstance(layer, FP8Linear) and is_scaled(layer.weight)
-    }

@@ -16,7 +16,7 @@ from msamp.kernels.tables import Tables
 from msamp.numerics.formats import BF16, REMAINDER_E4M3
 from msamp.numerics.range_expand import Expanded
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.states import warn_of
+from msamp.optim.states import SEEN, warn_once
 from msamp.optim.updates.update import MASTER, ROUNDING_FIELDS, WEIGHT, Formats, State, StepInputs, Update, UpdateBatch
 
 MOMENTS = (State("exp_avg", "m", "m"), State("exp_avg_sq", "v", "v", non_negative=True))
@@ -27,7 +27,8 @@ class AdamW(Update):
 
     def check_group(self, states: Formats, decoupled: bool) -> None:
         """Accept all formats, but warn about those with which training is known to fail."""
-        warn_of(states)
+        for named in SEEN.keys() & states.items():
+            warn_once(SEEN[named])
 
     def numbers(self, group: Mapping[str, Any]) -> list[float]:
         """Return the hyperparameters in the order of `hyper_numbers`."""
