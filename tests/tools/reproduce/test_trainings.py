@@ -95,6 +95,10 @@ def test_the_trainers_flags_name_files_that_are_there(tmp_path):
     named = dict(zip(flags[::2], flags[1::2], strict=True))
     assert (folder / "bytes" / "train_text_document.bin").is_file()
     assert named["--vocab-file"] == str(folder / "bytes" / "encoder.json")
+
+
+@pytest.mark.nightly(6)
+def test_a_measurement_that_fails_is_named(tmp_path):
     with pytest.raises(RuntimeError, match="--dp x failed"):
         measured_blocks(["--dp", "x"], tmp_path)
 
