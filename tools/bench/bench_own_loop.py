@@ -94,10 +94,10 @@ def loop_step(shape: Shape, system: str, form: str, way: str, level: str, parall
 
         settings = Float8LinearConfig(enable_fsdp_float8_all_gather=parallel == "fsdp")
         convert_to_float8_training(model, config=settings, module_filter_fn=lambda _, name: "lm_head" not in name)
-    if parallel == "fsdp":
-        fsdp.prepare(model, level) if system == "msamp" else None
-        for module in (*layers, model):
-            fully_shard(module, mp_policy=POLICY)
+    if system == "msamp" and parallel == "fsdp":
+        fsdp.prepare(model, level)
+    for module in (*layers, model) if parallel == "fsdp" else ():
+        fully_shard(module, mp_policy=POLICY)
     rate: Any = torch.tensor(1e-4, device=device) if peer_captured else 1e-4
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=peer_captured)
     if system == "msamp" and parallel == "fsdp":

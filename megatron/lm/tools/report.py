@@ -323,7 +323,7 @@ def _linear_bytes(run: Run) -> float | None:
     name = str((run.precision or {}).get("recipe"))
     if name not in recipe.names():
         return None
-    known, states = recipe.by_name(name), format_names(recipe.by_name(name).states)
+    states = format_names((known := recipe.by_name(name)).states)
     kept = [known.weight, known.states.grad, *(state.format_beside(known.weight, states) for state in update_of(states).states)]
     return sum(fmt.bytes for fmt in kept if fmt is not None)
 
