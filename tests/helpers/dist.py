@@ -220,18 +220,6 @@ def _child(call: _Call, rank: int, environment: dict[str, str], parent: int | No
         torch.distributed.destroy_process_group()
 
 
-def _take_cards(folder: Path, rank: int, world_size: int) -> None:
-    """Return once all ranks are here and no other call has the GPUs. The lock goes with the process of the first rank."""
-    Path(folder, f"here_{rank}").touch()
-    if rank == 0:
-        while len(list(folder.glob("here_*"))) < world_size:
-            time.sleep(0.02)
-        fcntl.flock(os.open(CARDS_LOCK, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)
-        Path(folder, "cards").touch()
-    while not Path(folder, "cards").exists():
-        time.sleep(0.02)
-
-
 def _call(call: _Call, rank: int) -> Any:
     from datetime import timedelta
 
@@ -252,13 +240,18 @@ def _call(call: _Call, rank: int) -> Any:
 
         layer_gains.default_measure = lambda: None
     if call.gpus:
-        _take_cards(Path(call.folder), rank, call.ranks)
-    stacks = Path(call.folder, f"stacks_{rank}").open("w")  # noqa: SIM115 - until the process has ended
-    faulthandler.dump_traceback_later(call.timeout, exit=True, file=stacks)
-    if call.gpus:
         if torch.cuda.is_available():
             torch.cuda.set_device(rank)
+            torch.cuda.synchronize()  # its context, which takes no time of the card from others
         torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        cards = Path(call.folder, "cards")
+        if rank == 0:
+            fcntl.flock(os.open(CARDS_LOCK, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)  # until this process ends
+            cards.touch()
+        while not cards.exists():
+            time.sleep(0.02)
+    stacks = Path(call.folder, f"stacks_{rank}").open("w")  # noqa: SIM115 - until the process has ended
+    faulthandler.dump_traceback_later(call.timeout, exit=True, file=stacks)
     if call.init:
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{call.folder}/store", rank=rank, world_size=call.ranks, timeout=timedelta(seconds=call.timeout)
