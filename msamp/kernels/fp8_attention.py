@@ -175,12 +175,6 @@ def _softmax_scales(device: torch.device) -> torch.Tensor:
 
 
 @functools.cache
-def gains(device: torch.device) -> torch.Tensor:
-    """Return `GAINS`, FP32 [3]."""
-    return torch.tensor(GAINS, device=device, dtype=torch.float32)
-
-
-@functools.cache
 def _handle(index: int) -> Any:
     """Return cuDNN's handle for a GPU."""
     import cudnn

@@ -339,11 +339,10 @@ class FP8Attention:
             prepared: of the queries of this part.
             causal: as for `attend_part`.
         """
-        rows = len(of.query)
-        if rows <= FP8_QUERIES:
+        if len(of.query) <= FP8_QUERIES:
             return self._few_gradients(of, prepared, causal=causal)
         dq, dk, dv = (torch.empty(x.shape, dtype=prepared.dtype, device=x.device) for x in of[:3])
-        for n, (queries, keys, diagonal) in enumerate(gradient_parts(rows, len(of.key), causal=causal)):
+        for n, (queries, keys, diagonal) in enumerate(gradient_parts(len(of.query), len(of.key), causal=causal)):
             part = of._replace(query=of.query[queries], key=of.key[keys], value=of.value[keys])
             *codes, scale_invs, _ = self._few_gradients(part, prepared.part(queries), causal=diagonal)
             assert scale_invs is not None
@@ -370,7 +369,8 @@ class FP8Attention:
             scale_invs = inverse(used[1:])
         if self.record:
             raise_amax(scaling.amax[DP:], amaxes)
-        gained = torch.addcmul(amaxes[1:] * 0, scale_invs, kernels.gains(amaxes.device))  # NaN if an amax is infinite
+        gained = torch.add(scale_invs, amaxes[1:], alpha=0)  # NaN if an amax is infinite
+        torch._foreach_mul_(gained.unbind(), kernels.GAINS)
         return Gradients(gradients[0], gradients[1], gradients[2], gained)
 
     def backward(self, of: Operands, prepared: Prepared, scales: AttentionScales, *, causal: bool) -> tuple[torch.Tensor, ...]:
