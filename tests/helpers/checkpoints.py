@@ -69,12 +69,14 @@ def pointed(config: Config, **changes: Any) -> Config:
 
 
 def everything(made: Trainer) -> list[Tensor]:
-    """Every bit of this rank's model, states, scales, mu, schedule, place in the run and random generator."""
+    """Every bit of this rank's model, states, scales, mu, loss scale, schedule, place in the run and random generator."""
     training = made.training
     tensors: list[Any] = [value for key, value in training.model.state_dict().items() if not key.endswith("_extra_state")]
     for holding in training.optimizer.holdings():
         tensors += [value for _, value in sorted(training.optimizer.state.get(holding.weight, {}).items())]
     tensors += training.grad_sync.state_dict()["mu"].values()
+    if training.loss_scaler is not None:
+        tensors.append(torch.tensor(list(training.loss_scaler.state_dict().values())))
     place = [training.iteration, training.schedule.num_steps, training.consumed_samples, training.grad_sync.steps]
     rates = [group["lr"] for group in training.optimizer.param_groups]
     return tiny.bits([*tensors, torch.get_rng_state(), torch.tensor(place), torch.tensor(rates, dtype=torch.float64)])

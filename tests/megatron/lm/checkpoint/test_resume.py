@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from helpers import dist, tiny
+from helpers.checkpoints import trained
 from megatron.lm.config import Config
-from megatron.lm.run.trainer import Trainer
 from msamp.numerics.recipe import GEMMS, by_name
 
 STEPS, SAVED, WINDOW = 16, 8, 10  # delayed scaling's window is filled after the save; FP16's loss scale falls before and after it
@@ -51,46 +51,23 @@ def settings(prefix: str, run: tuple[str, str], **more: Any) -> Config:
     return tiny.config(prefix, precision=precision, **shared, **lean, **moving, **GRIDS[run[1]], **more)
 
 
-def everything(made: Trainer) -> list[Tensor]:
-    """Every bit of this rank's weights, scales, histories, states, mu and random generator, and its place in the run."""
-    training = made.training
-    tensors: list[Any] = [value for key, value in training.model.state_dict().items() if not key.endswith("_extra_state")]
-    for holding in training.optimizer.holdings():
-        tensors += [value for _, value in sorted(training.optimizer.state[holding.weight].items())]
-    tensors += [*training.grad_sync.state_dict()["mu"].values(), torch.get_rng_state()]
-    if training.loss_scaler is not None:
-        tensors.append(torch.tensor(list(training.loss_scaler.state_dict().values())))
-    place = [training.iteration, training.schedule.num_steps, training.consumed_samples, training.grad_sync.steps]
-    rates = [group["lr"] for group in training.optimizer.param_groups]
-    return tiny.bits([*tensors, torch.tensor(place), torch.tensor(rates, dtype=torch.float64)])
-
-
-def train(config: Config) -> tuple[list[float], list[Tensor]]:
-    """Losses (rank 0 has them) and what there is at the end."""
-    rows: list[dict[str, Any]] = []
-    with tiny.trainer(config) as made:
-        made.metrics.write = rows.append  # type: ignore[method-assign]
-        made.run()
-        return tiny.losses(rows), everything(made)
-
-
 def undisturbed(prefix: str, runs: Iterable[tuple[str, str]]) -> Seen:
-    return {run: train(settings(prefix, run)) for run in runs}
+    return {run: trained(settings(prefix, run)) for run in runs}
 
 
 def first_half(prefix: str, folder: str, runs: Iterable[tuple[str, str]]) -> Seen:
     saves = {run: {"save": f"{folder}/{run}", "async_save": run[1] == "PP 2"} for run in runs}
-    return {run: train(settings(prefix, run, exit_interval=SAVED, **saves[run])) for run in runs}
+    return {run: trained(settings(prefix, run, exit_interval=SAVED, **saves[run])) for run in runs}
 
 
 def second_half(prefix: str, folder: str, runs: Iterable[tuple[str, str]]) -> Seen:
-    return {run: train(settings(prefix, run, load=f"{folder}/{run}", ckpt_step=SAVED)) for run in runs}
+    return {run: trained(settings(prefix, run, load=f"{folder}/{run}", ckpt_step=SAVED)) for run in runs}
 
 
 def through_and_again(prefix: str, folder: str) -> list[Seen]:
     """Runs that save in passing, in the background some of them, and others that start from there."""
     saves = {run: {"save": f"{folder}/{run}", "save_interval": SAVED, "async_save": run[1] == "PP 2"} for run in DEFAULT}
-    return [{run: train(settings(prefix, run, **saves[run])) for run in DEFAULT}, second_half(prefix, folder, DEFAULT)]
+    return [{run: trained(settings(prefix, run, **saves[run])) for run in DEFAULT}, second_half(prefix, folder, DEFAULT)]
 
 
 def until_killed(prefix: str, folder: str, runs: list[tuple[str, str]]) -> None:

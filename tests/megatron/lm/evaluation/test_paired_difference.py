@@ -30,13 +30,6 @@ def test_quantiles_are_those_of_the_table():
             assert student_t_quantile(probability, degrees) == pytest.approx(t, abs=5.1e-4)
 
 
-@pytest.mark.parametrize("probability", [0.5, 0.6, 0.9, 0.975, 0.9995])
-def test_one_and_two_degrees_have_a_closed_form(probability):
-    assert student_t_quantile(probability, 1) == pytest.approx(math.tan(math.pi * (probability - 0.5)), rel=1e-10, abs=1e-10)
-    two = (2 * probability - 1) * math.sqrt(2 / (4 * probability * (1 - probability)))
-    assert student_t_quantile(probability, 2) == pytest.approx(two, rel=1e-10, abs=1e-10)
-
-
 @pytest.mark.parametrize(("probability", "degrees"), [(0.4, 3), (1.0, 3), (math.nan, 3), (0.975, 0)])
 def test_quantiles_that_do_not_exist_are_refused(probability, degrees):
     with pytest.raises(ValueError, match="give"):
