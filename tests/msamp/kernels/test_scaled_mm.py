@@ -94,6 +94,13 @@ def test_emulation_does_not_overflow_before_the_scales_come():
     assert out.isfinite().all()
 
 
+def test_fake_tensors_leave_later_real_ones_alone():
+    module._values.cache_clear()
+    with torch._subclasses.FakeTensorMode():
+        module._decode(torch.ones(4, 4).to(E4M3.dtype), torch.float32)
+    assert module._decode(torch.ones(4, 4).to(E4M3.dtype), torch.float32).equal(torch.ones(4, 4))
+
+
 def test_a_cpu_has_no_fp8_and_is_not_warned_about():
     assert not fp8_hardware(torch.device("cpu"))
     with warnings.catch_warnings():
