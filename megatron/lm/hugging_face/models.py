@@ -54,18 +54,26 @@ def load_model(
         settings: of its configuration.
 
     Raises:
-        ValueError: if the folder has code or pickles in place of a model, config.json and the tensors differ, or a weight is not finite.
+        ValueError: if the folder has code or pickles in place of a model, config.json and the tensors differ, or a weight is not finite, or
+            has FP8 blocks that do not divide it.
     """
     import transformers
 
     config = read_config(folder, **settings)
+    tensors, block = Tensors(folder), None
     if _quantization(config, quantized, folder) == "fp8":
         config.quantization_config["dequantize"] = True  # transformers downloads its kernels for blocks
-    tensors = Tensors(folder)
+        block = config.quantization_config.get("weight_block_size")
+    sides = block if isinstance(block, list) and all(type(side) is int and side > 0 for side in block) else []  # others it refuses
     weights = {name: tensors[name] for name in tensors}
     for name, x in weights.items():
         if x.is_floating_point():
             check_finite(name, x)
+        if x.dtype == torch.float8_e4m3fn and any(n > side and n % side for n, side in zip(x.shape[-2:], sides, strict=False)):
+            raise ValueError(  # transformers infers a block's size from the numbers of weights and scales
+                f"{folder}: {name} is {' x '.join(map(str, x.shape))}, which blocks of {sides} do not divide, and transformers takes the "
+                "scales of such a weight for other blocks': give the model in 16 or 32 bits"
+            )
     options = {} if attention is None else {"attn_implementation": attention}
     generation = _generation_config(folder)
     with _quiet(transformers.utils.logging), one_line(f"{folder} has no model that {kind} can load"):

@@ -57,3 +57,13 @@ def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(toy: Path):
     words.add_tokens(["<|new|>"])
     with pytest.raises(ValueError, match="has 262 tokens but the model has 261 embeddings"):
         check_vocabulary(model, words)
+
+
+def test_fp8_weights_with_a_smaller_last_block_are_refused(tmp_path: Path):
+    """transformers 5.24 divides the weight by its grid of scales: 200 rows become blocks of 100."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    write_json(tmp_path / "config.json", {"model_type": "llama", "quantization_config": quantization})
+    write_tensors(tmp_path, {name: torch.ones(200, 64).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(2, 1)}.items())
+    with pytest.raises(ValueError, match=r"up_proj.weight is 200 x 64, which blocks of \[128, 128\] do not divide"):
+        load_model(tmp_path, CAUSAL, quantized=("fp8",))
