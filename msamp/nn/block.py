@@ -36,6 +36,13 @@ class Wait:
         return Wait, ()
 
 
+def wait_for_weights(module: nn.Module) -> None:
+    """Wait as the module's hooks do, which a call of `module.forward` passes over (`torch.utils.checkpoint` of a bound method)."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, Wait):
+            hook()
+
+
 def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
     """Return the hooks that do not run if a block uses a module's weights without calling it, except those that wait for weights."""
     kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)

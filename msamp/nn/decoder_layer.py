@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from msamp.nn.block import Norm, hooks_of
+from msamp.nn.block import Norm, hooks_of, wait_for_weights
 from msamp.nn.decoder_families import CACHES, Family, arguments_of, family_of, host_of, unrecognized
 from msamp.nn.gemm import LayerGemm
 from msamp.nn.layer_gains import MLP
@@ -94,6 +94,7 @@ class FusedDecoderLayer(_Fused):
         attention, mlp = (together and not why(self) for why in (why_not_attention, why_not_mlp))
         if not attention and not mlp:
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[no-any-return, misc]
+        wait_for_weights(self)
         passed.setdefault("attention_mask", None)
         x = hidden_states.contiguous()
         if attention:

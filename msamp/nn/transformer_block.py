@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from msamp.kernels.reference.activate import KINDS
 from msamp.nn.attention_block import AttentionBlock, AttentionSettings, split_heads
-from msamp.nn.block import Norm, hooks_of
+from msamp.nn.block import Norm, hooks_of, wait_for_weights
 from msamp.nn.gemm import LayerGemm
 from msamp.nn.linear import FP8Linear
 from msamp.nn.mlp_block import MLPBlock, MLPSettings
@@ -97,6 +97,7 @@ class TransformerBlock(nn.Module):
         if cos is None or sin is None:
             cos = sin = x.new_empty(x.shape[0], 0, dtype=torch.float32)
         if self.fused:
+            wait_for_weights(self)
             return self._fused(x.contiguous(), cos, sin)
         qkv = self.qkv(self.norm_1(x))
         parts = RotaryFunction.apply(qkv, cos, sin, self.heads, self.groups) if cos.shape[1] else split_heads(qkv, self.heads, self.groups)
