@@ -46,7 +46,8 @@ from helpers.megatron_jobs import UNCOMPILED
 # What nearly every file of tests imports: where each rank imported pytest and these itself, that took 0.1 s of its 0.15.
 PRELOADED = ["torch", "torch.distributed", "megatron.lm.run.trainer", "pytest", "helpers.numerics", "helpers.tiny"]
 GRACE_SECONDS = 2.0  # after one rank failed, the others get this long to fail by themselves
-GPU_SECONDS = 90  # of a call of `on_gpus`, cold kernel caches included
+LATE_SECONDS = 10.0  # after its time a rank gets this long to write its stacks and end
+GPU_SECONDS = 90  # of a call of `on_gpus`, cold kernel caches included; its start, before it waits for the cards, has as long
 CARDS_LOCK = Path(tempfile.gettempdir(), f"msamp-cards-{os.getuid()}.lock")
 
 
@@ -57,7 +58,7 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 12
     init: join a gloo process group first; False leaves that to `fn`, which finds torchrun's variables in its environment.
     gpus: as `on_gpus`.
     The first rank to fail has its exception raised here, with its traceback as a note; TimeoutError, with the stacks of all ranks, once
-    `fn` and the end of its process have taken `timeout` seconds. No process outlives the call.
+    the start of processes, `fn` and their end have taken `timeout` seconds. No process outlives the call.
     """
     path = inspect.getsourcefile(fn)
     if path is None or not fn.__qualname__.isidentifier() or fn.__module__ == "__main__":  # each process would run the script again
@@ -72,7 +73,7 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 12
         try:
             for process in processes:
                 process.start()
-            _wait(processes, Path(folder), timeout)
+            _wait(processes, Path(folder), time.time(), timeout)
             if gpus:
                 print(f"{fn.__name__}: {time.time() - Path(folder, 'cards').stat().st_mtime:.0f} s on the cards")
             return [_result(Path(folder), rank) for rank in range(world_size)]
@@ -123,25 +124,34 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _wait(processes: list, folder: Path, timeout: float) -> None:
+def _wait(processes: list, folder: Path, start: float, timeout: float) -> None:
     """Return when every process has left with 0; raise the first failure, or TimeoutError if one took too long."""
     limit = math.inf
-    while (running := [p for p in processes if p.is_alive()]) and time.monotonic() < limit:
+    while (running := [p for p in processes if p.is_alive()]) and time.time() < min(limit, _latest(folder, start, timeout)):
         if any(p.exitcode for p in processes) or any(folder.glob("error_*.pkl")):  # at its end, one that failed may wait for NCCL
-            limit = min(limit, time.monotonic() + GRACE_SECONDS)
+            limit = min(limit, time.time() + GRACE_SECONDS)
         multiprocessing.connection.wait([p.sentinel for p in running], 0.5)
-    failures = sorted(folder.glob("error_*.pkl"), key=lambda file: file.stat().st_mtime_ns)
     codes = {rank: p.exitcode for rank, p in enumerate(processes)}
-    stacks = {rank: text for rank in codes if (file := folder / f"stacks_{rank}").exists() and (text := file.read_text())}
-    if stacks and not failures:
-        late = TimeoutError(f"ranks {list(stacks)} were still running after {timeout:g} s")
-        for rank, text in stacks.items():
-            late.add_note(f"on rank {rank}:\n{text}")
-        raise late
-    if any(code and not (folder / f"error_{rank}.pkl").exists() for rank, code in codes.items()):
+    stacks = {rank: file for rank in codes if (file := folder / f"stacks_{rank}").exists() and file.stat().st_size}
+    if any(code and rank not in stacks and not (folder / f"error_{rank}.pkl").exists() for rank, code in codes.items()):
         raise RuntimeError(f"a process died without a Python exception; exit codes by rank: {codes}")
-    if failures:
-        raise _error(failures[0])
+    # The first is the cause: where a rank ends at its time, those that exchange with it fail.
+    causes = sorted([*stacks.values(), *folder.glob("error_*.pkl")], key=lambda file: file.stat().st_mtime_ns)
+    if causes and causes[0].suffix:
+        raise _error(causes[0])
+    if late := [rank for rank, code in codes.items() if code is None or rank in stacks]:
+        error = TimeoutError(f"ranks {late} were still running after {timeout:g} s")
+        for rank, file in stacks.items():
+            error.add_note(f"on rank {rank}:\n{file.read_text()}")
+        raise error
+
+
+def _latest(folder: Path, start: float, timeout: float) -> float:
+    """When the last process must have ended, as `time.time`: a call that waits for the cards waits for others, which end in time."""
+    cards = folder / "cards"
+    if not cards.exists() and (folder / "queued").exists():
+        return math.inf
+    return (cards.stat().st_mtime if cards.exists() else start) + timeout + LATE_SECONDS
 
 
 def _error(file: Path) -> BaseException:
@@ -226,6 +236,8 @@ def _call(call: _Call, rank: int) -> Any:
     import torch
     import torch.distributed
 
+    stacks = Path(call.folder, f"stacks_{rank}").open("w")  # noqa: SIM115 - until the process has ended
+    faulthandler.dump_traceback_later(call.timeout, exit=True, file=stacks)
     torch.set_num_threads(1)
     # Under the parent's module name, so that classes of the test file unpickle on both sides.
     spec = importlib.util.spec_from_file_location(call.module, call.path)
@@ -245,13 +257,14 @@ def _call(call: _Call, rank: int) -> Any:
             torch.cuda.synchronize()  # its context, which takes no time of the card from others
         torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         cards = Path(call.folder, "cards")
+        faulthandler.cancel_dump_traceback_later()
         if rank == 0:
+            Path(call.folder, "queued").touch()
             fcntl.flock(os.open(CARDS_LOCK, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)  # until this process ends
             cards.touch()
         while not cards.exists():
             time.sleep(0.02)
-    stacks = Path(call.folder, f"stacks_{rank}").open("w")  # noqa: SIM115 - until the process has ended
-    faulthandler.dump_traceback_later(call.timeout, exit=True, file=stacks)
+        faulthandler.dump_traceback_later(call.timeout, exit=True, file=stacks)
     if call.init:
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{call.folder}/store", rank=rank, world_size=call.ranks, timeout=timedelta(seconds=call.timeout)
