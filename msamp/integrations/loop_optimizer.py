@@ -347,8 +347,7 @@ class LoopOptimizer(LowPrecisionOptimizer):
             super().update()
         finally:
             self.loss_scale = given
-        if self.group is not None or any(gradient(p) is not None for p in self._params()):  # else the step is none, as for torch's
-            self.scaling.roll(self.group, self.usable)
+        self.scaling.roll(self.group, self.usable)
         if self.fp8_min_gain and self.in_bf16 is None:
             self._decide_layers()
         if self.shard.ranks == 1:  # otherwise weights are still being gathered, or FSDP measures rows

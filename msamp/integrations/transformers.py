@@ -85,6 +85,14 @@ class Trainer(transformers.Trainer):
             self.optimizer.__class__ = _Stepped
         return super().create_scheduler(num_training_steps, optimizer)
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Like transformers'. Frees a captured step's graphs at the end, without which process groups cannot be destroyed."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self._step is not None:
+                self._step.release()
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None) -> torch.Tensor:
         """Like transformers'; with `capture`, run all micro-batches and the update with the last one."""
         if not self.captures:

@@ -23,7 +23,8 @@ from msamp.numerics.recipe import Cast
 
 class Wait:
     """A module's hook that waits for its weights. A block that uses a module's weights without calling it passes over this hook, since the
-    block's own has waited for all of them (`weight_holders`). Copies and pickles of the module wait for nothing."""
+    block's own has waited for all of them (`weight_holders`). A copy or pickle waits for the original's weights and then for nothing; it
+    reads a module's own parameters before its hooks, so before a bare layer is copied, wait by `optimizer.wait()`."""
 
     def __init__(self, wait: Callable[..., Any] | None = None) -> None:
         self.wait = wait
@@ -33,6 +34,7 @@ class Wait:
             self.wait()
 
     def __reduce__(self) -> Any:
+        self()
         return Wait, ()
 
 

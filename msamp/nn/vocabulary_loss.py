@@ -116,13 +116,15 @@ def causal_lm_loss(
 
 class _CrossEntropy(torch.autograd.Function):
     """(logits [M, V], labels [M], weights [M]) -> the sum of weights * losses. The logits, which alone have a gradient, are kept: the
-    gradient takes their memory only in a graph's last backward, and if nothing else holds it, such as the model's output."""
+    gradient takes their memory only in a graph's last backward, and if nothing else holds it, such as the model's output or hooks on saved
+    tensors. A storage, or `grad_fn.saved_tensors` that somebody holds, is not seen."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         logits = logits.contiguous()
         parts = ops.softmax_parts(logits, labels, 0)
         largest, total, picked = parts
+        ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         ctx.save_for_backward(logits.detach(), labels, weights, parts)
         known = (labels >= 0) & (labels < logits.shape[1])
         losses = torch.where(known, total.log() - (picked - largest), torch.nan)
@@ -132,7 +134,7 @@ class _CrossEntropy(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         logits, labels, weights, parts = ctx.saved_tensors
-        grad = logits if _held_once(logits) else torch.empty_like(logits)
+        grad = logits if not ctx.hooked and _held_once(logits) else torch.empty_like(logits)
         ops.cross_entropy_of_parts_(grad, labels, weights * grad_loss, parts[None], 0, logits)
         return grad, None, None
 

@@ -84,15 +84,6 @@ def bits(pair: Pair) -> list[torch.Tensor]:
     return [x.detach().reshape(-1).contiguous().view(torch.uint8).clone() for x in every]
 
 
-@every_recipe
-def test_a_step_without_gradients_leaves_no_trace(name: str):
-    train(pair := made(name), range(3))
-    pair[1].zero_grad()
-    before = bits(pair)
-    pair[1].step()
-    assert same(before, bits(pair))
-
-
 def histories(model: nn.Module) -> list[torch.Tensor]:
     return [layer.scaling.history.clone() for layer in (model[0], model[2])]
 

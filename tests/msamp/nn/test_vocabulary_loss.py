@@ -1,5 +1,6 @@
 """LM head and cross entropy in chunks: against torch in FP64, whatever the chunks, with masks; what it refuses; its memory."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -232,7 +233,7 @@ def test_memory_at_the_size_of_gpt_1_3b():
     assert linear_cross_entropy(hidden[:512], weight, labels[:512], weights[:512])[0].item() == pytest.approx(want.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("held", ["logits", "a view", "the graph", "nothing"])
+@pytest.mark.parametrize("held", ["logits", "a view", "the graph", "hooks", "nothing"])
 def test_the_gradient_of_logits_takes_their_memory_if_nothing_else_holds_it(held: str, monkeypatch: pytest.MonkeyPatch):
     hidden, weight, labels, _ = case(torch.bfloat16)
     found, kernel = [], vocabulary_loss.ops.cross_entropy_of_parts_
@@ -242,7 +243,9 @@ def test_the_gradient_of_logits_takes_their_memory_if_nothing_else_holds_it(held
     logits.register_hook(grads.append)
     want = logits.detach().float().clone().requires_grad_()
     functional.cross_entropy(want, labels, ignore_index=9).backward()
-    loss = causal_lm_loss(logits, None, VOCABULARY, ignore_index=9, shift_labels=labels)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x) if held == "hooks" else contextlib.nullcontext()
+    with hooks:
+        loss = causal_lm_loss(logits, None, VOCABULARY, ignore_index=9, shift_labels=labels)
     kept = {"logits": logits, "a view": logits[:]}.get(held)
     del logits
     loss.backward(retain_graph=held == "the graph")
