@@ -12,7 +12,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 "${PYTHON:-python3}" -m venv venv
-venv/bin/python -m pip install --quiet "${TORCH:-torch==2.11.0}" numpy
+venv/bin/python -m pip install --quiet "${TORCH:-torch==2.11.0}" numpy==2.4.6
 cat > ranks.py <<'PROGRAM'
 import sys
 

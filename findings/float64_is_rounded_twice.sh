@@ -13,7 +13,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 "${PYTHON:-python3}" -m venv venv
-venv/bin/python -m pip install --quiet "${TORCH:-torch==2.13.0}" ml_dtypes==0.6.0 onnxruntime==1.32.0 onnx==1.20.0
+venv/bin/python -m pip install --quiet "${TORCH:-torch==2.13.0}" ml_dtypes==0.6.0 onnxruntime==1.32.0 onnx==1.20.0 numpy==2.4.6
 cat > casts.py <<'PROGRAM'
 import ml_dtypes
 import numpy as np

@@ -11,7 +11,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 "${PYTHON:-python3}" -m venv venv
-venv/bin/python -m pip install --quiet "${ONNXRUNTIME:-onnxruntime==1.32.0}" onnx==1.20.0 ml_dtypes==0.6.0
+venv/bin/python -m pip install --quiet "${ONNXRUNTIME:-onnxruntime==1.32.0}" onnx==1.20.0 ml_dtypes==0.6.0 numpy==2.4.6
 cat > cast.py <<'PROGRAM'
 import ml_dtypes
 import numpy as np

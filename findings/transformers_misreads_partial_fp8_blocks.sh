@@ -12,7 +12,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 "${PYTHON:-python3}" -m venv venv
-venv/bin/python -m pip install --quiet "${TORCH:-torch==2.13.0}" "${TRANSFORMERS:-transformers==5.24.0}" accelerate==1.15.0
+venv/bin/python -m pip install --quiet "${TORCH:-torch==2.13.0}" "${TRANSFORMERS:-transformers==5.24.0}" accelerate==1.15.0 safetensors==0.8.0
 cat > blocks.py <<'PROGRAM'
 import json
 from pathlib import Path
