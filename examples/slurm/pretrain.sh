@@ -8,7 +8,7 @@
 #
 #   SAVE      folder of the checkpoints, shared by all machines; the run resumes from it, and so does the same command after the job
 #   ATTEMPTS  how often training starts within one allocation if a process fails (default 3)
-#   REQUEUES  how often the job may have started again, whatever the reason, before this script ends it (default 100)
+#   REQUEUES  how often the job may start again, whatever the reason, without a newer checkpoint (default 100); counted in SAVE/slurm_restarts
 #   ROOT      the checkout (default: the folder of submission)
 #   IMAGE     container of the tasks: FILE.sif for Apptainer, anything else for Pyxis (srun --container-image); sees ROOT, SAVE and DATA's folder
 # Check GPUs and links beforehand with DCGM and nccl-tests (docs/guide/clusters.md). Slurm sends SIGUSR1 ten minutes before the limit, and
@@ -85,9 +85,6 @@ saved() {
 }
 
 requeue() {
-  if ((${SLURM_RESTART_COUNT:-0} >= REQUEUES)); then
-    refuse "the job was requeued ${SLURM_RESTART_COUNT:-0} times already (REQUEUES=$REQUEUES): submit it again to continue"
-  fi
   if [ "$(saved)" = "$before" ] && ! shown "$PREEMPTED"; then
     refuse "no checkpoint was written before the job had to leave (newest: $before): give sbatch a longer --time, or an earlier --signal"
   fi
@@ -104,6 +101,17 @@ if [ -n "${IMAGE:-}" ]; then
   if [[ $IMAGE == *.sif ]]; then INTO=(apptainer exec --nv --pwd "$PWD" --bind "$(IFS=, && echo "${folders[*]}")" "$IMAGE"); fi
 fi
 before=$(saved)
+# The file: the job, its newest checkpoint, and the restarts when that was first seen.
+restarts=${SLURM_RESTART_COUNT:-0} file=$SAVE/slurm_restarts
+last=$(cat "$file" 2>/dev/null || true)
+if [ "${last% *}" != "$SLURM_JOB_ID $before" ]; then
+  last="$SLURM_JOB_ID $before $restarts"
+  mkdir -p "$SAVE"
+  echo "$last" >"$file"
+fi
+if ((restarts - ${last##* } > REQUEUES)); then
+  refuse "the job started again more than $REQUEUES times (REQUEUES) without a newer checkpoint than $before: see why above, then submit it again"
+fi
 for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
   # Another port each time, since one may be taken; below 32768, from which Linux gives ports to connections.
   export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 16 + attempt) % 12000))
@@ -113,12 +121,14 @@ for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
     echo "training is finished"
     exit 0
   fi
+  if ((code == 2)); then exit 2; fi # invalid flags
   # What Slurm ends it also requeues: preempted without a GraceTime, with a failed machine, not after scancel. Only its time limit is ours.
   if ((!ending)) || shown Reason=TimeLimit; then
-    if ((leaving)) || shown "$PREEMPTED"; then requeue; fi
+    # A crash while the job may be preempted is one: the tasks save, or the signal ends them.
+    if ((leaving)) || { ((code == UNFINISHED || code > 128)) && shown "$PREEMPTED"; }; then requeue; fi
   fi
-  # Do not restart after invalid flags (2), or after a stop for another reason (--exit-duration-in-mins).
-  if ((ending || code == 2 || code == UNFINISHED)); then
+  # Do not restart after a stop for another reason (--exit-duration-in-mins).
+  if ((ending || code == UNFINISHED)); then
     exit "$code"
   fi
   echo "attempt $attempt of $ATTEMPTS ended with exit code $code; the newest checkpoint is of iteration $(saved)" >&2

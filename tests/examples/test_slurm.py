@@ -50,36 +50,51 @@ def submit(folder: Path, training: str, *signals: tuple[str, int], **environment
     return batch.returncode, output, started.read_text().count("\n") if started.exists() else 0
 
 
-@pytest.mark.parametrize(("code", "starts"), [(0, 1), (1, 2), (2, 1), (75, 1)])
-def test_only_failures_are_retried(tmp_path: Path, code: int, starts: int):
-    """Not invalid flags (2), nor a run that was asked to stop (75)."""
-    assert submit(tmp_path, f"exit {code}", ATTEMPTS=2)[::2] == (code, starts)
+PREEMPTED = "JobState=RUNNING PreemptTime=2026-11-29T17:07:39"
+
+
+@pytest.mark.parametrize(("code", "starts", "record"), [(0, 1, ""), (1, 2, PREEMPTED), (2, 1, PREEMPTED), (75, 1, "")])
+def test_only_failures_are_retried(tmp_path: Path, code: int, starts: int, record: str):
+    """Not invalid flags (2), nor a run that was asked to stop (75). A preemption does not make them reasons to requeue."""
+    assert submit(tmp_path, f"exit {code}", ATTEMPTS=2, RECORD=record)[::2] == (code, starts)
+    assert not (tmp_path / "requeued").exists()
     assert f"--save {tmp_path}/save --load {tmp_path}/save --exit-code-unfinished 75 --lr 1e-4" in (tmp_path / "started").read_text()
 
 
 LIMIT, GRACE, ENDS = [("script", signal.SIGUSR1)], [("task", signal.SIGTERM)], [("script", signal.SIGTERM), ("task", signal.SIGTERM)]
-PREEMPTED = "JobState=RUNNING PreemptTime=2026-11-29T17:07:39"
 
 
 @pytest.mark.promise("Clusters", "At the time limit all processes save and exit, and the job is requeued, unless it saved nothing.")
 @pytest.mark.parametrize(
-    ("signals", "record", "ending", "requeues", "code"),
+    ("signals", "record", "ending", "code"),
     [
-        *[(LIMIT, "PreemptTime=None", SAVES, 1, 0), (LIMIT, "", "exit 75", 1, 2), (LIMIT, "", SAVES, 0, 2)],
-        (LIMIT + ENDS, "JobState=COMPLETING Reason=TimeLimit", SLOWLY, 1, 0),
-        *[(GRACE, PREEMPTED, SAVES, 1, 0), (GRACE, PREEMPTED, "exit 143", 1, 0)],
-        *[(ENDS, "PreemptTime=None", SAVES, 1, 75), (LIMIT + ENDS, "", SLOWLY, 1, 75), (GRACE + ENDS, PREEMPTED, SLOWLY, 1, 75)],
-        (ENDS, "", "exit 143", 1, 143),
+        *[(LIMIT, "PreemptTime=None", SAVES, 0), (LIMIT, "", "exit 75", 2)],
+        (LIMIT + ENDS, "JobState=COMPLETING Reason=TimeLimit", SLOWLY, 0),
+        *[(GRACE, PREEMPTED, SAVES, 0), (GRACE, PREEMPTED, "exit 143", 0)],
+        *[(ENDS, "PreemptTime=None", SAVES, 75), (LIMIT + ENDS, "", SLOWLY, 75), (GRACE + ENDS, PREEMPTED, SLOWLY, 75)],
+        (ENDS, "", "exit 143", 143),
     ],
     ids=[
-        *["saved", "nothing saved", "too often", "saved after the limit", "preempted", "preempted before it saved"],
+        *["saved", "nothing saved", "saved after the limit", "preempted", "preempted before it saved"],
         *["scancel", "scancel at the limit", "scancel when preempted", "a failed machine, which Slurm requeues"],
     ],
 )
-def test_a_job_that_saved_at_its_limit_or_when_preempted_is_requeued(tmp_path: Path, signals, record, ending, requeues, code):
-    result, _, starts = submit(tmp_path, UNTIL_THE_LIMIT.format(ending), *signals, REQUEUES=requeues, RECORD=record)
+def test_a_job_that_saved_at_its_limit_or_when_preempted_is_requeued(tmp_path: Path, signals, record, ending, code):
+    result, _, starts = submit(tmp_path, UNTIL_THE_LIMIT.format(ending), *signals, RECORD=record)
     assert (result, starts) == (code, 1)
     assert (tmp_path / "requeued").exists() == (code == 0)
+
+
+def test_restarts_without_a_newer_checkpoint_are_counted(tmp_path: Path):
+    """Also those that Slurm makes of itself, such as after a preemption without a GraceTime."""
+
+    def again(count: int) -> int:
+        return submit(tmp_path, "exit 143", ATTEMPTS=1, REQUEUES=1, SLURM_RESTART_COUNT=count)[0]
+
+    assert [again(count) for count in (0, 1, 2)] == [143, 143, 2]
+    (tmp_path / "save/latest_checkpointed_iteration.txt").write_text("20\n")
+    assert [again(count) for count in (500, 501, 502)] == [143, 143, 2]
+    assert submit(tmp_path, "exit 143", ATTEMPTS=1, REQUEUES=1, SLURM_JOB_ID=78)[0] == 143  # submitted again
 
 
 @pytest.mark.parametrize(
