@@ -40,10 +40,9 @@ NEWEST_TESTS = $(addprefix tests/megatron/lm/,model data training checkpoint con
   tests/attack/test_foreign_checkpoints.py $(wildcard tests/msamp/integrations/test_initialize*.py) tests/msamp/integrations/test_fsdp.py \
   tests/msamp/optim/test_capturable_updates.py
 # Files in these folders on our own arithmetic and layouts, which `make test` runs: other files there call the same functions of both packages.
-NEWEST_WITHOUT = $(addprefix --ignore=tests/megatron/lm/,checkpoint/files checkpoint/test_levels.py checkpoint/test_resharding.py \
-  checkpoint/test_saving_two_ranks.py model/test_attention_precision.py model/test_context_parallel.py model/test_first_last_bf16.py \
-  model/test_narrow_options.py model/test_smooth_swiglu.py model/moe/test_expert_parallelism.py training/test_fp8_guard.py \
-  training/test_skipped_on_grids.py)
+NEWEST_WITHOUT = $(addprefix --ignore=tests/megatron/lm/,checkpoint/files checkpoint/test_levels.py \
+  checkpoint/test_saving_two_ranks.py model/test_attention_precision.py model/test_first_last_bf16.py model/test_narrow_options.py \
+  model/test_smooth_swiglu.py training/test_fp8_guard.py training/test_skipped_on_grids.py)
 # Other versions of megatron-core, whose checkpoints are read (tests/megatron/lm/checkpoint/foreign/test_torch_dist.py).
 OTHER_CORES = 0.17.1 0.18.2
 

@@ -33,7 +33,7 @@ RECOMPUTED_FLOPS, RECOMPUTED_WEIGHTS = 2 / 9, 1 / 6
 # (rows and gradients, their masks) and two reads of sums; of F elements the FP32 copies of gate and up, silu, both products, the cast, and
 # in backward the gradients of each, of the probabilities, and the concatenation of gate's and up's.
 MOVED_HIDDEN, MOVED_WIDTH = 20, 140
-# Kernels of a router: with neither loss, and in addition with the auxiliary loss and with the z loss (tests count them).
+# Kernels of a router: with neither loss, and in addition with the auxiliary loss and with the z loss (test_expert_time.py counts them).
 KERNELS, KERNELS_AUX, KERNELS_Z = 25, 22, 20
 KERNELS_SHARED = 10  # of packing and unpacking the choices that processes which share experts gather
 FP32_COPIES = 18  # bytes per element of the router's input, cast to FP32 forward and backward, and of its gradient, cast back: 2 + 4 each

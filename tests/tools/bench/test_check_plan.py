@@ -6,8 +6,10 @@ import subprocess
 
 import pytest
 
+from megatron.lm.planning.experts import weights_by_columns
+from megatron.lm.planning.memory import GIB
 from tools.bench import check_plan, rows
-from tools.bench.check_plan import FITTED, GRID, STEP
+from tools.bench.check_plan import FITTED, GRID, MOE, STEP
 from tools.measurements import ROOT, read
 
 # Trees that used more than planned: tensor-parallel ranks up to 0.6 GiB (it is not known where), context-parallel ranks 2 to 3 GiB, and
@@ -49,6 +51,14 @@ def test_judged_rows_lie_within_the_limits_but_for_those_whose_cause_is_told():
     assert time - time_within <= 0.05 * time
     assert memory_median < 1
     assert time_median < 5
+
+
+def test_what_the_tree_that_kept_casts_of_experts_used_more_is_those_casts():
+    kept = [one for one in check_plan.compared() if one.file == MOE and one.row["commit"] == KEPT_CASTS]
+    assert len(kept) == 8
+    for one in kept:
+        casts = 8 * weights_by_columns(check_plan.configuration(one.row)) / GIB  # of 8 layers
+        assert one.measured_gib == pytest.approx(one.gib + casts, rel=0.03), one.row["case"]
 
 
 def test_every_row_of_ours_on_one_and_two_gpus_is_compared():

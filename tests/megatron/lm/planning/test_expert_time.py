@@ -1,9 +1,15 @@
-"""Times of mixtures of experts: against measured steps, and which collectives wait."""
+"""Times of mixtures of experts: against measured steps, which collectives wait, and the kernels of a router."""
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers import tiny
+from megatron.lm.build import build_training
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
+from megatron.lm.model.moe.router import routers, scale_losses
+from megatron.lm.planning import expert_time
 from megatron.lm.planning.memory import plan
 from megatron.lm.planning.rates import GPUS, Cluster, MeasuredRate, Rates, rates_of
 from megatron.lm.planning.time import PredictedStep, predict
@@ -58,3 +64,33 @@ def test_collectives_of_experts_wait_but_the_sum_that_hides(wire: str, calls: in
     flags = f"--opt-level O3 {EXPERTS} --moe-wire {wire}"
     assert seconds("expert-parallel, exposed", flags, 2, latency=45.0) == pytest.approx(8 * calls * 45e-6)
     assert "expert-parallel, exposed" not in step("--num-layers 1 --opt-level O3", 2).seconds
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the operators that compute, each a kernel on a GPU."""
+
+    FREE = frozenset({"view", "t", "expand", "detach", "slice", "select", "unsqueeze", "as_strided", "_unsafe_view", "empty", "alias"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.name().split("::")[1].split(".")[0] not in self.FREE
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("losses", [(), ("aux", "z")])
+def test_the_router_launches_as_many_kernels_as_are_counted(losses: tuple[str, ...]):
+    settings = {f"moe_{name}_loss_coeff": 0.01 for name in losses} | {"num_experts": 8, "moe_router_pre_softmax": True}
+    config = tiny.config("corpus", precision="bf16", num_layers=1, swiglu=True, disable_bias_linear=True, **settings)
+    with tiny.started(config):
+        scale_losses(1)
+        (router,) = routers(build_training(config, tiny.VOCABULARY).model)
+        x = torch.randn(16, 4, 32, dtype=router.weight.dtype, requires_grad=True)
+        with Kernels() as kernels:
+            probs, _ = router(x)
+            grad = probs.detach()
+            torch.autograd.grad(probs, [x, router.weight], grad)
+    expected = expert_time.KERNELS + expert_time.KERNELS_AUX * ("aux" in losses) + expert_time.KERNELS_Z * ("z" in losses)
+    assert kernels.count == expected
