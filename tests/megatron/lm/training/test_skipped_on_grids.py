@@ -21,6 +21,7 @@ GRIDS: dict[str, dict[str, Any]] = {
     "O3, ZeRO": {"precision": "O3", "use_distributed_optimizer": True, "global_batch_size": 4},
     "O2, TP with FP8 sums": {"precision": "O2", "tensor_model_parallel_size": 2, "sequence_parallel": True, "global_batch_size": 4},
     "O2, PP": {"precision": "O2", "pipeline_model_parallel_size": 2, "global_batch_size": 4},
+    "O3, TP x PP": {"precision": "O3", "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "global_batch_size": 4},
     "O2, DP with mu": {"precision": "O2", "grad_exchange": "nccl", "grad_scaling": "auto", "global_batch_size": 8},
     "O1, DP": {"precision": "O1", "global_batch_size": 4},
     "O3, CP with FP8 attention": {
@@ -75,10 +76,11 @@ def on_ranks(names: list[str]) -> dict[str, Any]:
     return found
 
 
-FEW = ["O3, ZeRO", "O2, TP with FP8 sums", "O3, experts"]
+FEW, FOUR = ["O3, ZeRO", "O2, TP with FP8 sums", "O3, experts"], ["O3, TP x PP"]
+SLOW = [([name for name in GRIDS if name not in FEW + FOUR], 2), (FOUR, 4)]
 
 
-@pytest.mark.parametrize("names", [FEW, pytest.param([name for name in GRIDS if name not in FEW], marks=pytest.mark.nightly(20))], ids=len)
-def test_a_step_that_one_rank_spoils_leaves_no_trace_on_any(names: list[str]):
-    for found in dist.run(on_ranks, 2, names):
+@pytest.mark.parametrize(("names", "ranks"), [(FEW, 2), *(pytest.param(*case, marks=pytest.mark.nightly(20)) for case in SLOW)], ids=str)
+def test_a_step_that_one_rank_spoils_leaves_no_trace_on_any(names: list[str], ranks: int):
+    for found in dist.run(on_ranks, ranks, names):
         assert found == dict.fromkeys(names, (True, True, 1, 0))
