@@ -241,8 +241,6 @@ def _call(call: _Call, rank: int) -> Any:
     torch.set_num_threads(1)
     # Under the parent's module name, so that classes of the test file unpickle on both sides.
     spec = importlib.util.spec_from_file_location(call.module, call.path)
-    assert spec is not None
-    assert spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
     sys.modules[call.module] = loaded
     spec.loader.exec_module(loaded)

@@ -17,8 +17,6 @@ def example(path: str, *, wants_transformers: bool = True) -> ModuleType:
     if wants_transformers:
         pytest.importorskip("transformers")
     spec = importlib.util.spec_from_file_location("example_" + path.replace("/", "_").removesuffix(".py"), ROOT / "examples" / path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -51,7 +51,6 @@ def inputs(step: int) -> list[Tensor]:
 def attention(peers: Peers | None, causal: bool) -> tuple[AttentionScaling, Any]:
     """The scales, and what returns FP8 attention with the current ones."""
     gemm = recipe.O2.with_scaling(Delayed(2)).gemm
-    assert gemm is not None
     scales = AttentionScaling(gemm)
     if peers is None:
         return scales, lambda: FP8Attention.of(scales, SCALE, causal=causal)

@@ -67,7 +67,6 @@ def steps(attention: Any, scaling: AttentionScaling, tensors: list[Tensor], shar
 
 def scaling() -> AttentionScaling:
     gemm = recipe.O2.with_scaling(Delayed(2)).gemm
-    assert gemm is not None
     return AttentionScaling(gemm)
 
 

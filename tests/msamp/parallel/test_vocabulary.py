@@ -33,7 +33,6 @@ def run(dtype: torch.dtype, sequence_parallel: bool, label: int | None = None, p
     if label is not None:
         labels[7], weights[7] = label, 1.0
     sent = WireBytes()
-    assert group.WORLD is not None
     peers = Peers(group.WORLD, sent)
     shard = weight.chunk(peers.ranks)[peers.rank].clone().requires_grad_()
     own = (hidden.chunk(peers.ranks)[peers.rank] if sequence_parallel else hidden).clone().requires_grad_()
@@ -58,7 +57,6 @@ def run(dtype: torch.dtype, sequence_parallel: bool, label: int | None = None, p
 def every_case() -> dict[str, Any]:
     found: dict[str, Any] = {f"{dtype} {spread}": run(dtype, spread) for dtype in DTYPES for spread in (False, True)}
     hidden, weight, labels, weights = case(torch.bfloat16)
-    assert group.WORLD is not None
     peers = Peers(group.WORLD, WireBytes())
     shard = weight.chunk(peers.ranks)[peers.rank]
     found["fp8"] = vocabulary_parallel_cross_entropy(hidden, shard, labels, weights, peers, sequence_parallel=False, precision="fp8")[1]
@@ -90,7 +88,6 @@ def test_equals_one_process(ranks: list[dict[str, Any]], dtype: torch.dtype, spr
     if not spread:
         assert got.equal(second["hidden"])
     for mine, want in ((got, hidden.grad), (torch.cat((first["weight"], second["weight"])), weight.grad)):
-        assert want is not None
         assert mine.dtype is dtype
         assert (mine.double() - want.double()).norm() <= rounding * want.double().norm()
 
@@ -123,7 +120,6 @@ def test_fp8_gradients_equal_those_of_one_process_within_the_rounding_of_a_shard
     assert first["sent"] == ranks[0][f"{torch.bfloat16} True"]["sent"]
     for name, want in (("hidden", hidden.grad), ("weight", weight.grad)):
         mine = torch.cat([rank["fp8-all"][name] for rank in ranks])
-        assert want is not None
         assert mine.dtype is torch.bfloat16
         assert (mine.double() - want.double()).norm() <= 0.1 * want.double().norm()
 
