@@ -16,9 +16,9 @@ comma := ,
 # Only the default interpreter is ours to make.
 READY := $(if $(filter .venv/bin/python,$(PYTHON)),.venv/.installed)
 PYTEST = $(PYTHON) -m pytest --durations=10
-# Tests without a GPU run in two processes more than there are cores, one thread each: some wait for processes that they started, for ranks
+# Tests without a GPU run in one process more than there are cores, one thread each: some wait for processes that they started, for ranks
 # that wait for each other, or for a timeout. A file's tests stay in one process, for what they share.
-JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
+JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PARALLEL = OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist loadfile
 # Which part of the nightly tests, of how many.
 SHARD ?= 1/1

@@ -51,7 +51,7 @@ class Trainer(transformers.Trainer):
 
     def __init__(self, *args: Any, recipe: str | Recipe | None = None, capture: bool = False, **settings: Any) -> None:
         self.recipe, self.captures = recipe, capture
-        self._step: CapturedStep | None = None
+        self._captured: CapturedStep | None = None
         self._waiting: list[dict[str, Any]] = []  # micro-batches of this step
         if capture and not hasattr(transformers.Trainer, "_get_grad_norm"):
             raise ValueError(f"capture=True requires transformers 5, this is {transformers.__version__}; leave it out")
@@ -90,8 +90,8 @@ class Trainer(transformers.Trainer):
         try:
             return super().train(*args, **kwargs)
         finally:
-            if self._step is not None:
-                self._step.release()
+            if self._captured is not None:
+                self._captured.release()
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None) -> torch.Tensor:
         """Like transformers'; with `capture`, run all micro-batches and the update with the last one."""
@@ -100,18 +100,18 @@ class Trainer(transformers.Trainer):
         self._waiting.append(self._prepare_inputs(inputs))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        if self._step is None or self._step.model is not model:
+        if self._captured is None or self._captured.model is not model:
             self.optimizer.__class__ = _Stepped  # keeps the object that accelerate prepared
-            self._step = capture_step(model, cast("torch.optim.Optimizer", self.optimizer), self._micro_batches)
+            self._captured = capture_step(model, cast("torch.optim.Optimizer", self.optimizer), self._micro_batches)
         model.train()
         batches, self._waiting = self._waiting, []
         items = None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=self.args.device)
-        loss, self._norm = self._step(batches, items)
+        loss, self._norm = self._captured(batches, items)
         return cast("torch.Tensor", loss)
 
     def _micro_batches(self, batches: list[dict[str, Any]], items: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Run forward and backward of a step; return the loss, and the norm of the gradients before they were clipped."""
-        model, losses = cast("CapturedStep", self._step).model, []
+        model, losses = cast("CapturedStep", self._captured).model, []
         for number, inputs in enumerate(batches, 1):
             with contextlib.nullcontext() if number == len(batches) else self.accelerator.no_sync(model):
                 losses.append(super().training_step(model, inputs, items))

@@ -16,6 +16,7 @@ accelerate = hosts.need("accelerate")
 @pytest.fixture(autouse=True)
 def environment_as_before():
     """accelerate tells it of its ranks, and reads it."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # of tests before these
     with mock.patch.dict(os.environ):
         yield
 

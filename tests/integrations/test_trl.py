@@ -184,7 +184,8 @@ def test_two_processes_train_alike(kind, tmp_path):
     assert first["losses"][-1] != first["losses"][0]
 
 
-def test_a_compiled_model_trains_alike(tmp_path):
+def test_a_compiled_model_trains_alike(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # transformers sets it, and leaves it to the tests after this one
     whole = []
     for settings in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
         torch._dynamo.reset()

@@ -70,7 +70,7 @@ def test_a_captured_trainer_trains_as_one_that_is_not(tmp_path: Path):
         found.append(([row["grad_norm"] for row in rows], [row["learning_rate"] for row in rows], [row["loss"] for row in rows], weights))
         assert {int(x) for name, x in own.model.named_buffers() if name.endswith("scaling.seen")} == {6}, "a step is recorded once"
     (norms, rates, losses, weights), captured = found
-    assert (own._step.obstacle, own._step._eager_steps) == (None, {}), "released"
+    assert (own._captured.obstacle, own._captured._eager_steps) == (None, {}), "released"
     assert (norms, rates) == captured[:2]
     assert losses == pytest.approx(captured[2], rel=1e-4)  # the sum of two micro-batches is rounded elsewhere
     assert all(a.equal(b) for a, b in zip(weights, captured[3], strict=True))
