@@ -35,15 +35,6 @@ def precision_flags(text: str) -> list[str]:
     return ["--precision", known.name, "--fp8-recipe", gemm]
 
 
-def legal_precision(text: str) -> str:
-    """Return `text` itself: the `type` of an argparse argument, with the errors of `precision_flags`."""
-    try:
-        precision_flags(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
 def case_flags(text: str) -> list[str]:
     """Return the flags of msamp pretrain for a precision followed by further flags.
 
@@ -57,7 +48,7 @@ def case_flags(text: str) -> list[str]:
 
 
 def legal_case(text: str) -> str:
-    """Return `text` itself, as `legal_precision`, for an argument that accepts a precision with flags."""
+    """Return `text` itself: the `type` of an argparse argument, with the errors of `case_flags`."""
     try:
         case_flags(text)
     except ValueError as error:

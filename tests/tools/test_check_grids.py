@@ -13,7 +13,7 @@ from helpers.refusals import code
 from megatron.lm.config.cli import parse_args
 from tools import check_grids
 from tools.check_grids import FAULT, Run, fault_verdict, held, main
-from tools.precisions import case_flags, known, legal_case, legal_precision, precision_flags
+from tools.precisions import case_flags, known, legal_case, precision_flags
 
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 60 --global-batch-size 8 --lr-warmup-iters 2 "
@@ -80,7 +80,6 @@ def test_a_case_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[s
 )
 def test_a_precision_as_tools_name_it_is_what_the_trainer_takes(text, flags):
     assert precision_flags(text) == flags
-    assert legal_precision(text) == text
     assert text in known() or text == "O0"
     config = parse_args(["--preset", "125m", "--micro-batch-size", "1", "--train-iters", "1", *flags])
     assert config.precision.recipe.name == flags[1]
@@ -99,7 +98,7 @@ def test_what_is_no_precision_is_refused_by_name(text, word):
     with pytest.raises(ValueError, match=word):
         precision_flags(text)
     with pytest.raises(argparse.ArgumentTypeError, match=word):
-        legal_precision(text)
+        legal_case(text)
 
 
 def test_flags_follow_a_precision():

@@ -223,21 +223,16 @@ def measure(text: str, options: argparse.Namespace, device: torch.device) -> dic
     }
 
 
-def add_model_flags(flags: argparse.ArgumentParser, warm_up: int, steps: int) -> None:
-    """Add the flags of model, batch and number of steps, the last two with these defaults."""
-    for name, value in {"layers": 24, "hidden": 2048, "heads": 16, "ffn": 5504, "vocab-size": 32000, "seq-length": 2048}.items():
-        flags.add_argument(f"--{name}", type=count(1), default=value)
-    flags.add_argument("--micro-batch-size", type=count(1), default=4, help="sequences per rank and step")
-    flags.add_argument("--lr", type=float, default=1e-4)
-    flags.add_argument("--warm-up", type=count(0), default=warm_up, help="steps that are not measured, after the first")
-    flags.add_argument("--steps", type=count(2), default=steps)
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the parser."""
     flags = Parser(description=__doc__)
     flags.add_argument("--cases", nargs="*", type=case, default=list(DEFAULT_CASES))
-    add_model_flags(flags, warm_up=10, steps=30)
+    for name, value in {"layers": 24, "hidden": 2048, "heads": 16, "ffn": 5504, "vocab-size": 32000, "seq-length": 2048}.items():
+        flags.add_argument(f"--{name}", type=count(1), default=value)
+    flags.add_argument("--micro-batch-size", type=count(1), default=4, help="sequences per rank and step")
+    flags.add_argument("--lr", type=float, default=1e-4)
+    flags.add_argument("--warm-up", type=count(0), default=10, help="steps that are not measured, after the first")
+    flags.add_argument("--steps", type=count(2), default=30)
     rows.add_flags(flags, "fsdp.csv")
     return flags
 

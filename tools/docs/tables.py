@@ -91,10 +91,6 @@ def _number(text: Any) -> float | None:
     return None if text in (None, "") else float(text)
 
 
-def _fixed(x: Any, digits: int) -> str:
-    return "" if (value := _number(x)) is None else f"{value:.{digits}f}"
-
-
 def _without(text: str, flags: str) -> str:
     """Return a case without these flags and their values."""
     for flag in flags.split():
@@ -153,7 +149,7 @@ class _Cost(_Aggregate):
 def _database() -> sqlite3.Connection:
     connection = sqlite3.connect(":memory:", check_same_thread=False)
     for name, arguments, function in (
-        ("fixed", 2, _fixed),
+        ("fixed", 2, lambda x, digits: "" if (value := _number(x)) is None else f"{value:.{digits}f}"),
         ("kilo", 1, lambda x: "" if (value := _number(x)) is None else f"{value / 1000:.1f}k"),
         ("code", 1, lambda text: f"`{text}`" if text else ""),
         ("at", 4, lambda *place: "|".join(map(str, place))),

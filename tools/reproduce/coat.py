@@ -3,10 +3,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from megatron.lm.config import PrecisionConfig
 from megatron.lm.config.cli import parse_args
+from megatron.lm.config.sections.precision import saved_activations
+from megatron.lm.planning.memory import layer_activations
 from tools.measurements import ROOT, Row
 from tools.reproduce import coat_flow, coat_states
-from tools.reproduce.coat_activations import KEPT, SWIGLU, bytes_rows, read_model
+from tools.reproduce.coat_activations import KEPT, SWIGLU, read_model
 from tools.reproduce.entry import Finding, Task, training
 from tools.reproduce.fp16_lstm import bytes_of
 from tools.reproduce.trainings import ENWIK8, Loop, byte_data, trained
@@ -105,11 +108,12 @@ def share(task: Task) -> Iterator[Finding]:
     """
     for model, flags in LLAMA.items():
         config = parse_args([*flags.split(), *LIKE_LLAMA.split(), "--opt-level", "O0"])
-        config = replace(config, precision=replace(config.precision, opt_level="O0"))
-        for row in list(bytes_rows(config))[:2]:  # the rows of BF16 come first
-            kept, other = float(row["non_linear"]), float(row["other"])
-            theirs = 50.0 if row["kept"] == "compute" else None
-            yield Finding(f"{model}, activations kept as {row['kept']}: norms and SwiGLU", 100 * kept / (kept + other), theirs, "%")
-            if row["kept"] == "compute":
-                linear = 2 * (2 * config.model.hidden_size + config.model.ffn_size)
-                yield Finding(f"{model}, activations kept as compute: linear layers", 100 * linear / (kept + other), "less than 25", "%")
+        width, ffn = config.model.hidden_size, config.model.ffn_size
+        for way in ("compute", "coat"):
+            precision = PrecisionConfig(opt_level="O0", save_activations=way)
+            whole = layer_activations(replace(config, precision=precision)) / config.model.seq_length / config.training.micro_batch_size
+            kept, theirs = saved_activations(precision).element_bytes(2) * 2 * (width + ffn), 50.0 if way == "compute" else None
+            yield Finding(f"{model}, activations kept as {way}: norms and SwiGLU", 100 * kept / whole, theirs, "%")
+            if way == "compute":
+                linear = 2 * (2 * width + ffn)
+                yield Finding(f"{model}, activations kept as compute: linear layers", 100 * linear / whole, "less than 25", "%")

@@ -4,19 +4,17 @@ The model reads the beginning of a text in BF16. Each input of a norm, of SwiGLU
 layer: saved in E4M3 with one power-of-two scale per group of 16, 32 or 64 channels, per tensor, per token, or per group of 16 tokens,
 which COAT warns against at a norm's input:
 
-- bytes: bytes per element, scale included (2 for BF16). sqnr_db, underflow, saturation: of the saved values. token_db, worst_token_db: the
-  SQNR of the median and of the worst token's channels; sqnr_db is dominated by the largest values.
+- sqnr_db, underflow, saturation: of the saved values. token_db, worst_token_db: the SQNR of the median and of the worst token's channels;
+  sqnr_db is dominated by the largest values.
 - for what the model computes, in the rows "BF16": peak_over_rms; the shares of tokens and of channels that contain an outlier, a magnitude
   of more than 100 times the median; the share of the outliers that lie in the first token of a sequence; token_spread, the rms of the
   largest token over that of the median one; channel_spread, the same of channels, without the first tokens.
-
-`bytes_rows` predicts by the dry run the bytes that a layer saves per token, for norm and activation inputs and for everything else.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +25,6 @@ from msamp.nn.saved_activations import GroupedFP8, Parts, Saved
 from msamp.numerics.formats import E4M3
 from msamp.numerics.metrics import saturation_frac, sqnr_db, underflow_frac
 from msamp.numerics.quantize import dequantize
-
-if TYPE_CHECKING:
-    from megatron.lm.config import Config
 
 FAR = 100  # outlier: more than so many times the median magnitude; the largest of a million normal values is 7 times it
 # What a layer of a Llama saves, and the module whose first argument it is.
@@ -48,10 +43,6 @@ SWIGLU = "SwiGLU input"
 class OneScale(Saved):
     """E4M3 with one scale per tensor, as for a linear layer's input."""
 
-    def element_bytes(self, wide: int) -> float:
-        """Return 1."""
-        return 1.0
-
     def keep(self, x: Tensor) -> Parts:
         """Return (payload, scale_inv)."""
         return ops.cast_transpose(x, None, None, E4M3.dtype, row=True)[0::2][:2]
@@ -61,57 +52,10 @@ class OneScale(Saved):
         return dequantize(parts[0], parts[1], dtype)
 
 
-@dataclass(frozen=True)
-class OneScaleAToken(Saved):
-    """E4M3 with one power-of-two scale per token of `channels` channels."""
-
-    channels: int
-
-    def element_bytes(self, wide: int) -> float:
-        """Return 1 plus the element's share of the exponent."""
-        return 1 + 1 / self.channels
-
-    def keep(self, x: Tensor) -> Parts:
-        """Return (payload, exponents)."""
-        return self._group.keep(x)
-
-    def restore(self, parts: Parts, dtype: torch.dtype) -> Tensor:
-        """Return the dequantized values."""
-        return self._group.restore(parts, dtype)
-
-    @property
-    def _group(self) -> GroupedFP8:
-        return GroupedFP8(
-            size=1 << (self.channels - 1).bit_length()
-        )  # group sizes are powers of two; the last group of a row may be shorter
-
-
 WAYS: Mapping[str, Saved] = {f"groups of {size} channels": GroupedFP8(size=size) for size in (16, 32, 64)} | {
     "tensor": OneScale(),
     "groups of 16 tokens": GroupedFP8(axis=0),
 }
-
-
-def bytes_rows(config: "Config") -> Iterator[dict[str, Any]]:
-    """Yield the bytes that a layer saves per token at O0 and O2, with both values of --save-activations."""
-    from megatron.lm.config import PrecisionConfig
-    from megatron.lm.config.sections.precision import saved_activations
-    from megatron.lm.planning import memory
-
-    model = config.model
-    tokens = model.seq_length * config.training.micro_batch_size
-    for level in ("O0", "O2"):
-        for way in ("compute", "coat"):
-            precision = PrecisionConfig(opt_level=level, save_activations=way)
-            with_precision = replace(config, precision=precision)
-            channels = 2 * model.hidden_size + model.ffn_size * (2 if model.swiglu else 1)
-            whole, non_linear = memory.layer_activations(with_precision) / tokens, saved_activations(precision).element_bytes(2) * channels
-            yield {
-                "what": f"{level}, bytes a token and layer",
-                "kept": way,
-                "non_linear": f"{non_linear:g}",
-                "other": f"{whole - non_linear:g}",
-            }
 
 
 def losses(x: Tensor, way: Saved) -> dict[str, Any]:
@@ -121,7 +65,6 @@ def losses(x: Tensor, way: Saved) -> dict[str, Any]:
     wide = x.float()
     noise = (back.float() - wide).square().sum(1) / wide.square().sum(1)
     by_way = {
-        "bytes": way.element_bytes(2),
         "sqnr_db": sqnr_db(wide, back),
         "token_db": -10 * noise.median().log10().item(),
         "worst_token_db": -10 * noise.max().log10().item(),
@@ -202,9 +145,9 @@ def layer_rows(model: Any, tokens: Tensor) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
 
     def seen(what: str, layer: int, x: Tensor) -> None:
-        where = {"what": what, "layer": layer}
+        where, whole = {"what": what, "layer": layer}, 1 << (x.shape[1] - 1).bit_length()  # the last group of a row may be shorter
         lines.append(where | {"kept": "BF16"} | outliers(x, tokens.shape[1]))
-        for name, way in {**WAYS, "token": OneScaleAToken(x.shape[1])}.items():
+        for name, way in {**WAYS, "token": GroupedFP8(size=whole)}.items():
             lines.append(where | {"kept": name} | losses(x, way))
 
     watch(model, tokens, seen)

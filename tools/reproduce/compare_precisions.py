@@ -77,9 +77,6 @@ class Job:
     processes: int = 1
 
 
-Command = Callable[[Job, argparse.Namespace], list[str]]
-
-
 def seeds_of(texts: Sequence[str]) -> dict[str, range]:
     """Parse `PRECISION=N` and `PRECISION=FIRST:END` flags into the numbers of the seeds per precision, 0 to N - 1 or FIRST to END - 1.
 
@@ -131,9 +128,8 @@ def cards(processes: int = 1) -> list[str]:
     return [",".join(named[first : first + processes]) for first in range(0, len(named) - processes + 1, processes)] or [""]
 
 
-def train(job: Job, options: argparse.Namespace, card: str = "", of: Command | None = None) -> None:
-    """Run a job on a GPU unless it is complete. Its output goes to log.txt next to its metrics; `of`: returns
-    the command of a job, by default `command`."""
+def train(job: Job, options: argparse.Namespace, card: str) -> None:
+    """Run a job on a GPU unless it is complete. Its output goes to log.txt next to its metrics."""
     if complete(job, options):
         return
     folder = options.out / job.name
@@ -141,7 +137,7 @@ def train(job: Job, options: argparse.Namespace, card: str = "", of: Command | N
     (folder / "metrics.jsonl").unlink(missing_ok=True)  # of an interrupted run
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": card}
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
-        running = subprocess.Popen((of or command)(job, options), env=environment, stdout=log, stderr=subprocess.STDOUT)
+        running = subprocess.Popen(command(job, options), env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
             status = running.wait()
         except BaseException:  # an interrupt
@@ -160,11 +156,9 @@ def stop(running: "subprocess.Popen[bytes]") -> None:
         running.wait()
 
 
-def train_all(
-    jobs: Sequence[Job], options: argparse.Namespace, at_once: int, of: Command | None = None, after: Callable[[], object] = lambda: None
-) -> None:
+def train_all(jobs: Sequence[Job], options: argparse.Namespace, at_once: int, after: Callable[[], object] = lambda: None) -> None:
     """Run jobs in order, `at_once` per GPU (or per set of GPUs, with several processes); the next goes to the first that is free, unless it
-    would end after `options.end` if it took as long as the longest one. `of`: as in `train`; `after`: called after each."""
+    would end after `options.end` if it took as long as the longest one. `after`: called after each."""
     free: SimpleQueue[str] = SimpleQueue()
     for card in cards(options.processes) * at_once:
         free.put(card)
@@ -174,7 +168,7 @@ def train_all(
         card, start = free.get(), time.monotonic()
         try:
             if start + max(took) < getattr(options, "end", math.inf) and not complete(job, options):
-                train(job, options, card, of)
+                train(job, options, card)
                 took.append(time.monotonic() - start)
                 with lock:
                     after()

@@ -205,18 +205,14 @@ class Entry:
         raise ValueError(f"{self.name} needs {next(iter(self.sizes.values())).lacking()}: run it there")
 
 
-def _entry(name: str, given: Mapping[str, Any]) -> Entry:
-    sizes = {size: Needs(**needs) for size, needs in given["sizes"].items()}
-    return Entry(**{**given, "name": name, "sizes": sizes, "axes": Axes(**given.get("axes", {}))})
+def _entries() -> Iterator[Entry]:
+    for paper in PAPERS:
+        for name, given in tomllib.loads((Path(__file__).parent / f"entries/{paper}.toml").read_text(encoding="utf-8")).items():
+            sizes = {size: Needs(**needs) for size, needs in given["sizes"].items()}
+            yield Entry(**{**given, "name": name, "sizes": sizes, "axes": Axes(**given.get("axes", {}))})
 
 
-def _load() -> dict[str, Entry]:
-    folder = Path(__file__).parent / "entries"
-    files = [tomllib.loads((folder / f"{paper}.toml").read_text(encoding="utf-8")) for paper in PAPERS]
-    return {name: _entry(name, given) for file in files for name, given in file.items()}
-
-
-ENTRIES: Mapping[str, Entry] = MappingProxyType(_load())
+ENTRIES: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in _entries()})
 
 
 @functools.cache

@@ -55,7 +55,7 @@ from msamp.comm.exchange import FP32SumWire, Reduced, pack_scaled
 from msamp.comm.grad_scaling import GROWTH, MU_MAX, exceeds, next_mu, propose_scales, scales_of
 from msamp.comm.partition import Piece
 from msamp.kernels import ops
-from msamp.numerics.formats import E4M3, Format
+from msamp.numerics.formats import E4M3
 from msamp.numerics.metrics import sqnr_db, underflow_frac
 from tools.bench import rows
 from tools.reproduce.sum_orders import CHAIN, ORDERS, OrderedWire
@@ -178,9 +178,9 @@ def adapted_mu(thresholds: Tensor, ranks: int, steps: int, rule: str = "halve") 
     return mu
 
 
-def shared_scales(gradients: Sequence[Tensor], fmt: Format = E4M3) -> list[Tensor]:
+def shared_scales(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Return s_g of each weight of a block: the smallest scale that any rank proposes."""
-    return [scales_of(propose_scales(list(g), fmt, g.device).amin()) for g in gradients]
+    return [scales_of(propose_scales(list(g), E4M3, g.device).amin()) for g in gradients]
 
 
 def counted(values: Tensor, payload: Tensor) -> Tensor:
@@ -190,29 +190,23 @@ def counted(values: Tensor, payload: Tensor) -> Tensor:
     return row
 
 
-def mu_thresholds(gradients: Sequence[Tensor], order: str = CHAIN, fmt: Format = E4M3) -> Tensor:
+def mu_thresholds(gradients: Sequence[Tensor], order: str = CHAIN) -> Tensor:
     """Return, for each weight of a block, the mu above which too many elements saturate in a sum of this order, FP64 [n]."""
     ranks = len(gradients[0])
 
     def threshold(g: Tensor, scale: Tensor) -> float:
         def exceeded(mu: float) -> bool:
-            reduced, payloads = exchange(OrderedWire(fmt, order), g, scale * mu)
+            reduced, payloads = exchange(OrderedWire(E4M3, order), g, scale * mu)
             counts = torch.stack([torch.stack([counted(q, q)[1] for q in payloads]).amax(), counted(reduced.own, reduced.own)[1]])
             return bool(exceeds(counts, torch.tensor(g[0].numel(), device=counts.device)).any())
 
         return mu_threshold(exceeded, ranks)
 
-    scales = shared_scales(gradients, fmt)
+    scales = shared_scales(gradients)
     return torch.tensor([threshold(g, scale) for g, scale in zip(gradients, scales, strict=True)], dtype=torch.float64)
 
 
-def measure_block(
-    gradients: Sequence[Tensor],
-    earlier: Sequence[Tensor],
-    mu_steps: int,
-    order: str = CHAIN,
-    fmt: Format = E4M3,
-) -> list[dict[str, Any]]:
+def measure_block(gradients: Sequence[Tensor], earlier: Sequence[Tensor], mu_steps: int, order: str = CHAIN) -> list[dict[str, Any]]:
     """Return MEASURES of every strategy on one block; `fp32-sum`, which does not depend on the order, is measured with the chain only.
 
     Args:
@@ -220,19 +214,18 @@ def measure_block(
         earlier: the same on other micro-batches, on which mu adapts.
         mu_steps: number of steps that mu adapts for.
         order: order of the additions, one of `sum_orders.ORDERS`.
-        fmt: of the payloads.
     """
     ranks = len(gradients[0])
-    scales = shared_scales(gradients, fmt)
+    scales = shared_scales(gradients)
     mean = torch.cat([g.mean(0, dtype=torch.float64).flatten() for g in gradients])
-    thresholds = {False: mu_thresholds(earlier, order, fmt), True: mu_thresholds(gradients, order, fmt)}
+    thresholds = {False: mu_thresholds(earlier, order), True: mu_thresholds(gradients, order)}
     mus = {name: adapted_mu(thresholds[name == IN_SAMPLE], ranks, mu_steps, rule).tolist() for name, rule in RULES.items()}
     factors = {"pre": [scale / ranks for scale in scales], "post": scales}
     factors |= {name: [scale * m for scale, m in zip(scales, mu, strict=True)] for name, mu in mus.items()}
     factors |= {"fp32-sum": scales} if order == CHAIN else {}
     measured = []
     for strategy, multipliers in factors.items():
-        wire = FP32SumWire(fmt) if strategy == "fp32-sum" else OrderedWire(fmt, order)
+        wire = FP32SumWire(E4M3) if strategy == "fp32-sum" else OrderedWire(E4M3, order)
         values, counts = [], torch.zeros(4, dtype=torch.int64, device=mean.device)
         for g, factor in zip(gradients, multipliers, strict=True):
             reduced, payloads = exchange(wire, g, factor)

@@ -11,7 +11,6 @@ multiplied by a factor as in fp16_amp.py. It trains in FP32 (O0) and in FP16 wit
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from megatron.lm.shell.files import read_input
 from msamp import amp
 from msamp.fp16.opt_level import by_name
+from tools.reproduce.trainings import Loop, pieces
 
 SMALLEST = 2.0**-24  # FP16's smallest subnormal number
 CASES: tuple[tuple[str, float | str], ...] = (("O0", 1.0), ("O2", 1.0), ("O2", 8.0), ("O2", 128.0), ("O2", "dynamic"))
@@ -29,29 +29,17 @@ SCALES = (1.0, 8.0, 128.0)
 SEED, BYTES = 0, 256
 
 
-@dataclass(frozen=True)
-class LstmShape:
-    """A size of the experiment: the model, and the batch and length of a step in bytes."""
-
-    width: int
-    layers: int
-    batch: int
-    length: int
-    steps: int
-    lr: float
-
-
-SIZES: Mapping[str, LstmShape] = {
-    "tiny": LstmShape(width=16, layers=1, batch=4, length=8, steps=10, lr=4e-3),
-    "toy": LstmShape(width=48, layers=1, batch=16, length=32, steps=60, lr=4e-3),
-    "full": LstmShape(width=1024, layers=2, batch=128, length=256, steps=500, lr=1e-3),
+SIZES: Mapping[str, Loop] = {  # with a constant learning rate
+    "tiny": Loop(width=16, layers=1, batch=4, length=8, steps=10, lr=4e-3),
+    "toy": Loop(width=48, layers=1, batch=16, length=32, steps=60, lr=4e-3),
+    "full": Loop(width=1024, layers=2, batch=128, length=256, steps=500, lr=1e-3),
 }
 
 
 class Model(nn.Module):
     """Map bytes [b, s] to the logits of the next byte [b, s, 256]."""
 
-    def __init__(self, shape: LstmShape) -> None:
+    def __init__(self, shape: Loop) -> None:
         super().__init__()
         self.embedding = nn.Embedding(BYTES, shape.width)
         self.lstm = nn.LSTM(shape.width, shape.width, shape.layers, batch_first=True)
@@ -87,27 +75,19 @@ class Gradients:
             self.below[scale] += int(((g != 0) & (g.abs().double() * scale < SMALLEST)).sum())
 
 
-def windows(text: Tensor, shape: LstmShape, steps: int) -> Iterator[Tensor]:
-    """Yield a batch of random windows of the text for each step, [batch, length + 1]; always the same ones."""
-    generator = torch.Generator().manual_seed(SEED)
-    for _ in range(steps):
-        starts = torch.randint(0, len(text) - shape.length - 1, (shape.batch, 1), generator=generator)
-        yield text[starts + torch.arange(shape.length + 1)].long()
-
-
 def loss_of(model: Model, tokens: Tensor) -> Tensor:
     """Return the mean cross entropy in nats per byte."""
     return F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def train(level: str, loss_scale: float | str, shape: LstmShape, text: Tensor, device: torch.device) -> dict[str, Any]:
+def train(level: str, loss_scale: float | str, shape: Loop, text: Tensor, device: torch.device) -> dict[str, Any]:
     """Train one case and return its measurements."""
     torch.manual_seed(SEED)
     cut = len(text) * 19 // 20
     model = Model(shape).to(device)
     model, optimizer = amp.initialize(model, torch.optim.Adam(model.parameters(), lr=shape.lr), level, loss_scale=loss_scale)
     gradients = Gradients(model)
-    for step, tokens in enumerate(windows(text[:cut], shape, shape.steps)):
+    for step, tokens in enumerate(pieces(text[:cut], shape, shape.steps, SEED)):
         gradients.counting = step >= shape.steps * 9 // 10
         optimizer.zero_grad()
         loss = loss_of(model, tokens.to(device))
@@ -115,7 +95,7 @@ def train(level: str, loss_scale: float | str, shape: LstmShape, text: Tensor, d
             scaled_loss.backward()
         optimizer.step()
     with torch.no_grad():
-        valid = [float(loss_of(model, tokens.to(device))) for tokens in windows(text[cut:], shape, 4)]
+        valid = [float(loss_of(model, tokens.to(device))) for tokens in pieces(text[cut:], shape, 4, SEED)]
     row: dict[str, Any] = {"level": level, "loss_scale": loss_scale, "step": shape.steps, "loss": f"{float(loss.detach()):.4f}"}
     row |= {"valid_loss": f"{sum(valid) / len(valid):.4f}", "zeros": f"{gradients.zeros / gradients.elements:.4f}"}
     below = {f"below_at_{scale:g}": f"{count / gradients.elements:.4f}" for scale, count in gradients.below.items()}

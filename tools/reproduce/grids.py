@@ -200,7 +200,7 @@ def at_rest(rows: Sequence[Row]) -> Iterator[Finding]:
         yield Finding(prefix + "spread at rest", most - least, unit="GiB", where=_on_gpus(row))
     for model, gpus in dict.fromkeys((model, gpus) for model, gpus, _ in newest):
         size = PRESETS[model]
-        state, _, _ = table8.divide(table8.stage_tensors(size["num_layers"], size["hidden_size"], 1), gpus, "greedy-cut")
+        state = table8.divide(table8.stage_tensors(size["num_layers"], size["hidden_size"], 1), gpus, "greedy-cut")
         yield Finding(f"{model}, DP {gpus}, greedy-cut from shapes: state of a rank", max(state) / GIB, unit="GiB")
         yield Finding(f"{model}, DP {gpus}, greedy-cut from shapes: spread", (max(state) - min(state)) / GIB, unit="GiB")
     of_table_5 = [row for row in sharded if row["preset"] in GRIDS and row["peak_gib_max"]]

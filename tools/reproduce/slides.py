@@ -94,7 +94,7 @@ def small_updates(task: Task) -> Iterator[Finding]:
     text = bytes_of(task.text)
     shape, loop = fp16_lstm.SIZES[LSTM[task.size]], GPTS[task.size]
     for name, model, lr, steps in (
-        ("LSTM", lambda: fp16_lstm.Model(shape), shape.lr, fp16_lstm.windows(text, shape, shape.steps)),
+        ("LSTM", lambda: fp16_lstm.Model(shape), shape.lr, pieces(text, shape, shape.steps, fp16_lstm.SEED)),
         ("GPT", lambda: Bytes(loop), loop.lr, pieces(text, loop, loop.steps, fp16_lstm.SEED)),
     ):
         gradients, updates, counted = 0, 0, 0

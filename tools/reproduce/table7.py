@@ -100,18 +100,10 @@ def latest(grid: Sequence[Mapping[str, str]]) -> dict[tuple[str, ...], Mapping[s
     return {(*(row[name] for name in GRID), row["case"]): row for row in used}
 
 
-SIZES = ("num_layers", "seq_length")
-
-
-def given_sizes(row: Mapping[str, str]) -> dict[str, int]:
-    """Return the layers and the length that the case of a row names."""
-    words = row["case"].split()
-    return {name: int(words[words.index(f"--{name.replace('_', '-')}") + 1]) for name in SIZES if f"--{name.replace('_', '-')}" in words}
-
-
 def shapes_of(row: Mapping[str, str]) -> tuple[int, int | None]:
     """Return the `preset_volume` of a row of bench_grid.py, with the layers and the length that its case names."""
-    given = given_sizes(row)
+    words, sizes = row["case"].split(), {"--num-layers": "num_layers", "--seq-length": "seq_length"}
+    given = {name: int(words[words.index(flag) + 1]) for flag, name in sizes.items() if flag in words}
     wire = scheme(row["level"], row["tp_wire"], "gathered" if "--tp-saved-input gathered" in row["case"] else "shard")
     return preset_volume(row["preset"], int(row["pp"]), int(row["tp"]), int(row["micro_batch"]), wire, given)
 

@@ -78,17 +78,15 @@ def rank_bytes(tensors: Tensors, pieces: Sequence[Piece], dp: int) -> list[int]:
     return held
 
 
-def divide(tensors: Tensors, dp: int, method: str) -> tuple[list[int], float, int]:
-    """Partition a stage; return the bytes on each data-parallel rank, the padding in elements, and the number of pieces."""
+def divide(tensors: Tensors, dp: int, method: str) -> list[int]:
+    """Partition a stage; return the bytes on each data-parallel rank."""
     if method == "zero-bf16":
         total = sum(map(math.prod, tensors.shapes))
-        return [BF16_REPLICATED * total + BF16_SHARED * -(-total // dp)] * dp, 0.0, dp
+        return [BF16_REPLICATED * total + BF16_SHARED * -(-total // dp)] * dp
     if method == "greedy-whole":
-        whole = partition(tensors.shapes, dp, limit=math.inf)
-        return rank_bytes(tensors, whole.pieces, dp), whole.padding, len(whole.pieces)
-    plan = plan_buckets(tensors.shapes, tensors.kinds, dp)
-    pieces = [piece for bucket in plan.buckets for piece in bucket.pieces]
-    return rank_bytes(tensors, pieces, dp), plan.padding, len(pieces)
+        return rank_bytes(tensors, partition(tensors.shapes, dp, limit=math.inf).pieces, dp)
+    buckets = plan_buckets(tensors.shapes, tensors.kinds, dp).buckets
+    return rank_bytes(tensors, [piece for bucket in buckets for piece in bucket.pieces], dp)
 
 
 def spread(model: str, method: str) -> float:
@@ -102,6 +100,6 @@ def spread(model: str, method: str) -> float:
             stage_tensors(size["num_layers"] // pp, size["hidden_size"], tp, embedding=stage in (0, pp - 1), final_norm=stage == pp - 1),
             dp,
             method,
-        )[0]
+        )
     ]
     return (max(held) - min(held)) / GIB

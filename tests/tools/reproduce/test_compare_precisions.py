@@ -101,7 +101,7 @@ def test_a_training_that_was_broken_off_starts_anew(left: str, tmp_path: Path, m
     path.write_text(left)
     assert not complete(job, options(tmp_path))
     monkeypatch.setattr(compare_precisions, "command", lambda job, options: [sys.executable, "-c", "pass"])
-    train(job, options(tmp_path))
+    train(job, options(tmp_path), "")
     assert not path.exists()
 
 

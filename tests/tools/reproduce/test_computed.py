@@ -130,8 +130,8 @@ def test_bytes_of_a_small_case_by_hand():
     pieces = [Piece(0, 0, 5, 0), Piece(0, 5, 3, 1), Piece(1, 0, 10, 1), Piece(2, 0, 3, 0)]
     replicated = 32 * 1 + 20 * 2 + 3 * 2
     assert table8.rank_bytes(tensors, pieces, 3) == [replicated + 20 * 6 + 3 * 16, replicated + 12 * 6 + 20 * 7, replicated]
-    assert table8.divide(tensors, 2, "zero-bf16") == ([55 * 6 + 28 * 12] * 2, 0.0, 2)
-    assert sum(table8.divide(tensors, 2, "greedy-cut")[0]) == 2 * replicated + 32 * 6 + 20 * 7 + 3 * 16
+    assert table8.divide(tensors, 2, "zero-bf16") == [55 * 6 + 28 * 12] * 2
+    assert sum(table8.divide(tensors, 2, "greedy-cut")) == 2 * replicated + 32 * 6 + 20 * 7 + 3 * 16
 
 
 # PPO's bytes counted from shapes are those of models that were trained for a step, and reach the paper's figures or do not.
