@@ -197,7 +197,7 @@ tables: $(READY) ## tables and figures of README and documentation from the meas
 bench: $(READY) ## step time of GPT-1.3B at O0 to O3 on this GPU
 	$(PYTHON) tools/bench/bench_step.py $(ARGS)
 
-bench-gate: $(READY) ## fail if one of eight ratios of step times to BF16 or torchao grew by more than 3 % on this GPU (ARGS=--write records them)
+bench-gate: $(READY) ## fail if one of six ratios of step times to BF16 or torchao grew by more than 3 % on this GPU (ARGS=--write records them)
 	$(PYTHON) tools/bench/speed_gate.py $(ARGS)
 
 clean: ## remove .venv, caches and build output; data/ and runs/ stay

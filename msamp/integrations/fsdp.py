@@ -200,7 +200,6 @@ def optimizer(
     clip_grad: float | None = None,
     master_rounding: str | None = None,
     moment_rounding: str | None = None,
-    reduce_format: None = None,
     fp8_min_gain: float = 1.0,
     seed: int = 0,
 ) -> ShardedOptimizer:
@@ -215,15 +214,12 @@ def optimizer(
         recipe, opt_level, fp8_recipe: as passed to `prepare`.
         clip_grad: clip the global gradient norm to this in `step`.
         master_rounding, moment_rounding, fp8_min_gain, seed: as in `msamp.initialize`; the bits do not depend on the number of ranks.
-        reduce_format: removed after version 0.2.0; None.
 
     Raises:
         ValueError: if the recipe differs from `prepare`'s, a parameter is not sharded or is sharded differently, the optimizer was built
-            before `fully_shard`, the ranks' models have different weights, or a reduce format is given.
+            before `fully_shard`, or the ranks' models have different weights.
     """
     chosen = _recipe(recipe, opt_level, fp8_recipe, master_rounding, moment_rounding)
-    if reduce_format is not None:
-        raise ValueError(f"reduce_format {reduce_format!r} was removed: over NVLink it was slower than FSDP2's own; leave it out")
     if clip_grad is not None:
         check_max_norm(clip_grad)
     check_min_gain(fp8_min_gain)

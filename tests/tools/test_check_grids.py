@@ -113,7 +113,6 @@ def test_flags_follow_a_precision():
 
 REFUSALS = [
     ("bench.bench_attention", "", "GPU"),
-    ("bench.bench_fsdp", "--cases O9", "O9"),
     ("bench.baselines.bench_moe_baselines", "--layers 0", "--layers"),
     ("bench.bench_kernels", "--repeats 1", "--repeats"),
     ("bench.bench_kernels", "--only sort", "sort"),

@@ -17,6 +17,7 @@ random, nothing is downloaded; transformers and torchao must be installed. The u
 import argparse
 import contextlib
 import gc
+import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import msamp
 from megatron.lm.processes import process_groups
@@ -33,7 +34,6 @@ from megatron.lm.shell.arguments import Parser, count
 from msamp.integrations import fsdp
 from msamp.integrations.replay_checks import masks_as_in_eager_steps
 from tools.bench import rows, training_steps
-from tools.bench.bench_fsdp import POLICY, start
 
 LLAMA = {"model_type": "llama", "vocab_size": 32000, "tie_word_embeddings": False}
 Shape = tuple[dict[str, Any], int, int]  # configuration of transformers, sequences, tokens of each
@@ -69,6 +69,7 @@ TRAINER = (  # the trainer's flag -> the value's name in transformers' configura
 )
 SYSTEMS = {"msamp": ("ddp", "zero", "fsdp"), "trainer": ("zero",), "torch": ("ddp", "fsdp"), "torchao": ("ddp", "fsdp")}
 FORMS, WAYS = ("bf16", "fp32"), ("eager", "compiled", "captured", "update")
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 COLUMNS = ("date", "commit", "gpu", "torch", "shape", "gpus", "parallel", "system", "form", "way", "level", "ms", "peak_gib")
 
 
@@ -230,7 +231,9 @@ def main() -> int:
     options = flags.parse_args()
     failed, launch = 0, process_groups.launch_from_environment()
     if launch.world_size > 1:
-        start()
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     for shape in options.shapes:
         for case in options.cases:
             try:

@@ -1,4 +1,4 @@
-"""Check on one GPU that nothing became slower: eight ratios of step times, compared with the committed ones.
+"""Check on one GPU that nothing became slower: six ratios of step times, compared with the committed ones.
 
     make bench-gate                                                     exit code 1 if a ratio lost more than 3 %
     make bench-gate ARGS='--cases trainer-O2 linear'                    some cases
@@ -9,10 +9,9 @@ the same GPU: in a round each takes --steps steps while the other waits, and the
 medians within a round. Clocks and temperatures therefore act on both sides, and ratios are comparable between days; absolute times are not.
 Ratios depend on the GPU, so that `tools/bench/results/speed_gate.csv` has a line per GPU and case, and a GPU without lines is refused.
 
-The trainer's model has the width of GPT-1.3B, 12 of its layers, and micro-batch 4; its steps replay CUDA graphs. The own loop is
-`bench_fsdp.py`'s model with 12 layers and micro-batch 8 on one process, the two lines are `bench_own_loop.py`'s 350m, a Llama of
-transformers, each side in its fastest mode. torchao (pip install torchao) is the baseline of two cases. `linear` is one layer of
-8192 x 8192 with its casts, forward and backward.
+The trainer's model has the width of GPT-1.3B, 12 of its layers, and micro-batch 4; its steps replay CUDA graphs. The two lines are
+`bench_own_loop.py`'s 350m, a Llama of transformers, each side in its fastest mode. torchao (pip install torchao) is the baseline of one
+case. `linear` is one layer of 8192 x 8192 with its casts, forward and backward.
 """
 
 import argparse
@@ -31,7 +30,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from megatron.lm.build import build_training
 from megatron.lm.graphs import step_graph
@@ -39,11 +37,10 @@ from megatron.lm.processes import process_groups
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count
 from megatron.lm.step import train_step
-from tools.bench import bench_fsdp, bench_kernels, bench_own_loop, rows, training_steps
+from tools.bench import bench_kernels, bench_own_loop, rows, training_steps
 
 COLUMNS = ("date", "commit", "gpu", "driver", "torch", "case", "ours", "baseline", "ratio", "least", "most", "ms", "ms_baseline", "rounds")
 TOLERANCE = 0.03  # how much a ratio may grow, relative
-OWN_LOOP = "--layers 12 --micro-batch-size 8"  # torchao's steps are eager: with half of the tokens they wait for the host
 # Without --fp8-min-gain 0 a contestant would time its layers while the other one builds, and keep these times for real trainings.
 TRAINER = "--preset 1.3b --micro-batch-size 4 --flags='--num-layers=12 --fp8-min-gain=0'"
 
@@ -62,8 +59,6 @@ CASES = {
         SpeedGateCase("trainer-O2", "trainer O2", "trainer O0"),
         SpeedGateCase("trainer-O3", "trainer O3", "trainer O0"),
         SpeedGateCase("trainer-coat", "trainer coat", "trainer O0"),
-        SpeedGateCase("own-loop", "loop O2 fused graph", "loop bf16 compile graph"),
-        SpeedGateCase("own-loop-torchao", "loop O2 fused graph", "loop torchao compile"),
         SpeedGateCase("two-lines", "two-lines msamp captured", "two-lines torch compiled"),
         SpeedGateCase("two-lines-torchao", "two-lines msamp captured", "two-lines torchao captured"),
         SpeedGateCase("linear", "linear fp8", "linear bf16"),
@@ -93,7 +88,7 @@ def serve(contestant: str, options: argparse.Namespace) -> None:
     kind, _, words = contestant.partition(" ")
     cuda = torch.cuda.is_available()
     with contextlib.redirect_stdout(sys.stderr):  # the lines of JSON are the only output
-        step, captured = {"trainer": trainer, "loop": own_loop, "two-lines": two_lines, "linear": linear}[kind](words, options)
+        step, captured = {"trainer": trainer, "two-lines": two_lines, "linear": linear}[kind](words, options)
         for _ in range(options.warm_up):
             step()
         if kind == "trainer" and cuda:
@@ -114,17 +109,6 @@ def trainer(case: str, options: argparse.Namespace) -> tuple[Step, bool]:
     batches = training_steps.random_batches(config, flags.vocab_size, process_groups.device())
     graphs = step_graph.build(training)
     return functools.partial(train_step, training, batches, graphs), graphs is not None and graphs.mode == "step"
-
-
-def own_loop(case: str, options: argparse.Namespace) -> tuple[Step, bool]:
-    """Return a step of `bench_fsdp.py`'s model on one process, and whether it replays a graph."""
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    flags = bench_fsdp.parser().parse_args([*shlex.split(options.loop_flags), "--cases", case])
-    step, graphed, _ = bench_fsdp.stepper(case, flags, torch.device("cuda", 0) if cuda else torch.device("cpu"))
-    for _ in range(bench_fsdp.EAGER_BEFORE_GRAPH if graphed is not None else 0):
-        step()
-    return step, graphed is not None
 
 
 def two_lines(case: str, options: argparse.Namespace) -> tuple[Step, bool]:
@@ -151,9 +135,14 @@ class Contestant:
     """The process of a contestant, which answers each line of its stdin by a line of JSON."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
-        words = ["--warm-up", str(options.warm_up), f"--trainer-flags={options.trainer_flags}", f"--loop-flags={options.loop_flags}"]
-        words += ["--linear-tokens", str(options.linear_tokens), "--linear-width", str(options.linear_width)]
-        words += ["--two-lines-shape", options.two_lines_shape, "--serve", name]
+        words = [
+            "--warm-up",
+            str(options.warm_up),
+            f"--trainer-flags={options.trainer_flags}",
+            "--two-lines-shape",
+            options.two_lines_shape,
+        ]
+        words += ["--linear-tokens", str(options.linear_tokens), "--linear-width", str(options.linear_width), "--serve", name]
         path = os.pathsep.join([str(rows.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.name = name
         self.process = subprocess.Popen(
@@ -327,7 +316,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="append the ratios to --csv instead of judging them")
     rows.add_flags(parser, "speed_gate.csv", help="file of the committed ratios (default: %(default)s)")
     parser.add_argument("--trainer-flags", default=TRAINER, help="model of the trainer's cases, as flags of bench_step.py")
-    parser.add_argument("--loop-flags", default=OWN_LOOP, help="model of the own loop's cases, as flags of bench_fsdp.py")
     parser.add_argument("--two-lines-shape", choices=bench_own_loop.SHAPES, default="350m")
     parser.add_argument("--linear-tokens", type=count(1), default=8192)
     parser.add_argument("--linear-width", type=count(16), default=8192)

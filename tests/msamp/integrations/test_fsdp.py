@@ -221,7 +221,6 @@ def refusals() -> list[str]:
             lambda: fsdp.optimizer(fsdp.prepare(Net())),
             lambda: fsdp.optimizer(shard(Net())),
             lambda: fsdp.optimizer(shard(fsdp.prepare(Net())), recipe="O2", fp8_recipe="tensorwise", clip_grad=-1.0),
-            lambda: fsdp.optimizer(shard(fsdp.prepare(Net())), reduce_format="fp8-e4m3"),
             lambda: fsdp.optimizer(fully_shard(fsdp.prepare(nn.Linear(64, 64)), mesh=mesh, shard_placement_fn=_columns)),
         )
     ]
@@ -246,7 +245,6 @@ def test_other_orders_are_refused_by_name():
         "is not sharded; call torch.distributed.fsdp.fully_shard",
         "no sharded FP8 weight; call msamp.integrations.fsdp.prepare",
         "clipping norm is -1.0",
-        "reduce_format 'fp8-e4m3' was removed",
         "sharded along dim 0",
     )
     for messages in dist.run(refusals, 2):

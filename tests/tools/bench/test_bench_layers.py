@@ -1,4 +1,4 @@
-"""Benchmarks of attention, context parallelism and FSDP2, at toy size on a CPU."""
+"""Benchmarks of attention and context parallelism, at toy size on a CPU."""
 
 import argparse
 import contextlib
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from helpers import dist
 from msamp.numerics import metrics
-from tools.bench import bench_attention, bench_context, bench_fsdp
+from tools.bench import bench_attention, bench_context
 from tools.bench.bench_attention import INPUTS, PASSES, Shape, cases, flops, shape
 from tools.measurements import read
 
@@ -117,22 +117,3 @@ def test_an_error_leaves_no_attention_of_torchs_context_parallel(monkeypatch):
     with pytest.raises(ValueError, match="refused"), contextlib.ExitStack() as stack:
         refuses(bench_context.theirs("torch", SimpleNamespace(ranks=1), SIZE, tensors, stack))
     assert functional.scaled_dot_product_attention is before
-
-
-TINY = "--layers 1 --hidden 32 --heads 2 --ffn 48 --vocab-size 32 --seq-length 16 --micro-batch-size 2 --warm-up 1 --steps 3 --lr 1e-2"
-
-
-def measured(case: str) -> dict:
-    options = bench_fsdp.parser().parse_args([*TINY.split(), "--cases", case])
-    return bench_fsdp.measure(case, options, torch.device("cpu"))
-
-
-NIGHTLY = [pytest.param(case, marks=pytest.mark.nightly(3)) for case in ("bf16", "coat graph fused")]
-
-
-@pytest.mark.parametrize("case", ["O2 graph fused", *NIGHTLY])
-def test_a_case_trains_and_tells_time_and_loss(case):
-    row, other = dist.run(measured, 2, case)
-    assert row["loss"] == other["loss"] < row["first_loss"]
-    assert row["ms_p20"] <= row["ms"] <= row["ms_p80"]
-    assert row["tokens_s_gpu"] > 0
