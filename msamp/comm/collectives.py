@@ -24,9 +24,6 @@ class WithGroup:
     """Base class of objects that communicate over a process group. They reference the group weakly: a group that outlives
     destroy_process_group() leaves gloo's threads running until the interpreter shuts down, where a thread that still frees a tensor aborts
     the process (1 of 4 runs on a busy machine).
-
-    Args:
-        group: the process group; None for a single process.
     """
 
     destroyed = "the process group was destroyed while gradients or weights were still to be exchanged"  # the error of `group`

@@ -193,10 +193,6 @@ class Window:
     """A buffer of the same size on every rank of a group, mapped by all ranks. Creating it is collective, and not possible during a
     capture.
 
-    Args:
-        group: the ranks.
-        size: bytes on each rank.
-
     Attributes:
         handle: torch's handle, with the barriers.
     """

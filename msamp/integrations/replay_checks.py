@@ -36,11 +36,6 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 class Probe:
     """What a graph depends on, as it was when this object was made: modules, flags, the memory of tensors, the optimizer's groups. It is
     compared before each replay, so it is quick.
-
-    Args:
-        model: the model.
-        optimizer: its optimizer.
-        own: the same, if it is one of this library.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, own: LoopOptimizer | None) -> None:

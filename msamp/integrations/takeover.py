@@ -123,13 +123,7 @@ def is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
 
 
 def parameter_groups(optimizer: torch.optim.Optimizer, model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
-    """Return the parameter groups of `optimizer` over the parameters of the converted model, with their names and formats.
-
-    Args:
-        optimizer: an accepted one.
-        model: converted.
-        recipe: of the conversion.
-    """
+    """Return the parameter groups of `optimizer` over the parameters of the converted model, with their names and formats."""
     names = {id(p): name for name, p in model.named_parameters()}
     groups: list[dict[str, Any]] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -161,13 +155,7 @@ def divide_parameters(optimizer: torch.optim.Optimizer, divided: Mapping[torch.T
 
 
 def check_groups(optimizers: Sequence[torch.optim.Optimizer], linear: Collection[torch.Tensor], recipe: Recipe) -> None:
-    """Raise the ValueError that a LoopOptimizer would raise for the groups of accepted optimizers, by building a temporary one.
-
-    Args:
-        optimizers: accepted ones.
-        linear: parameters that will be converted.
-        recipe: of the formats.
-    """
+    """Raise the ValueError that a LoopOptimizer would raise for the groups of accepted optimizers, by building a temporary one."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             name = update_name(optimizer, group)

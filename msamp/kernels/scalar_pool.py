@@ -21,12 +21,7 @@ MANY = 256
 
 
 class ScalarPool:
-    """Hands out zeroed FP32 scalars, up to four contiguous ones at a time; one launch zeroes many.
-
-    Args:
-        count: number of scalars per launch.
-        device: of the scalars.
-    """
+    """Hands out zeroed FP32 scalars, up to four contiguous ones at a time; one launch zeroes `count` of them."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._count, self._device = count, device

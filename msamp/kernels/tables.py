@@ -43,9 +43,6 @@ class Tables:
 
     If the content changes during the capture of a CUDA graph (gradients have other addresses in a graph's memory), the graph gets a table
     of its own, and the copy to the device is part of the graph. Run one or two steps before a capture: they reserve the memory for it.
-
-    Args:
-        device: of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:

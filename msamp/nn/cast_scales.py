@@ -30,11 +30,7 @@ class CastScales(NamedTuple):
 
 
 class RowGroups:
-    """Rows of a table of amaxes that share the largest one of their group; at first each row is a group.
-
-    Args:
-        rows: their number.
-    """
+    """Rows of a table of amaxes that share the largest one of their group; at first each row is a group."""
 
     def __init__(self, rows: int) -> None:
         self._first = list(range(rows))  # by row: the first row of its group

@@ -104,10 +104,6 @@ class ChannelScales(KeepsDtypes):
     """The scales of the channels of one layer's input, a part of its `LinearScaling`.
 
     Buffers (FP32 [features], saved with the model): `amax` of the current step, `peak` and `scale` as the module's docstring defines them.
-
-    Args:
-        features: number of channels on this rank.
-        device: of the buffers.
     """
 
     amax: torch.Tensor
@@ -167,11 +163,7 @@ class ChannelsOfRow(NamedTuple):
 
 
 class AllChannels:
-    """The channel scales of a model, rolled together once per step.
-
-    Args:
-        members: in the order of the rows.
-    """
+    """The channel scales of a model, rolled together once per step."""
 
     def __init__(self, members: Sequence[ChannelsOfRow]) -> None:
         self._layers = [member.channels for member in members]

@@ -52,13 +52,7 @@ def convert(model: nn.Module, recipe: Recipe, accept: Filter = DEFAULT) -> nn.Mo
 
 
 class PlannedWeight(NamedTuple):
-    """A weight that will be converted.
-
-    Attributes:
-        attribute: the attribute of its module.
-        name: its name in the model.
-        scaling: the scales of its product's casts.
-    """
+    """A weight that will be converted: the attribute of its module, its name in the model, and the scales of its product's casts."""
 
     attribute: str
     name: str
@@ -66,12 +60,7 @@ class PlannedWeight(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """The planned conversion of one module.
-
-    Attributes:
-        kind: its new class.
-        weights: those it will convert, one or, for experts, two.
-    """
+    """The planned conversion of one module to the class `kind`, with the weights that it converts, one or, for experts, two."""
 
     kind: type[nn.Module]
     weights: tuple[PlannedWeight, ...]

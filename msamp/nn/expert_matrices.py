@@ -166,9 +166,6 @@ def one_cast_per_step(matrices: Sequence[ExpertMatrices]) -> Iterator[None]:
     Use it where the graphs are always replayed together, in the order of their captures, and nothing writes the weights between them. The
     casts of all weights are in the memory pool of the first graph until the context ends, so a single micro-batch is better without: its
     backward releases each weight's cast as soon as it is done with it.
-
-    Args:
-        matrices: the weights.
     """
     try:
         for weight in matrices:

@@ -91,11 +91,6 @@ def behind_swiglu(model: nn.Module, recipe: Recipe, converted: Collection[nn.Mod
     Known are `msamp.TransformerBlock` and modules with children `gate_proj` and `up_proj`, or `gate_up_proj`, a SiLU, and `down_proj`, as
     in transformers' Llama, Qwen, Mistral and Phi-3.
 
-    Args:
-        model: any module tree.
-        recipe: of the conversion.
-        converted: layers that will be converted.
-
     Raises:
         ValueError: if there is none, or the recipe's casts do not support channel scales.
     """

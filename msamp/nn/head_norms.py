@@ -88,11 +88,7 @@ class HeadNorms:
         return wide * (heads + groups) * head_size
 
     def backward(self, grad: torch.Tensor, weights: HeadNormWeights) -> list[torch.Tensor | None]:
-        """Turn the gradient of the normalized projection into the gradient of the projection, in place.
-
-        Args:
-            grad: like `qkv`.
-            weights: as in forward.
+        """Turn the gradient of the normalized projection, like `qkv`, into the gradient of the projection, in place.
 
         Returns:
             The gradients of `weights`, in their order; None for a missing bias.

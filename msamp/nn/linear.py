@@ -70,12 +70,6 @@ def check_finite(values: torch.Tensor, name: str) -> None:
 def scaling_parameter(values: torch.Tensor, recipe: Recipe, requires_grad: bool = True, name: str = "") -> nn.Parameter:
     """Return a Parameter that stores `values` (any float dtype) in the recipe's weight format and presents itself in their dtype.
 
-    Args:
-        values: the weight.
-        recipe: its `weight` is the storage format.
-        requires_grad: whether the Parameter requires a gradient.
-        name: the weight's name in the model, for error messages.
-
     Raises:
         ValueError: if a value is NaN or infinite.
     """

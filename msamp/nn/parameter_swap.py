@@ -30,10 +30,7 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def check_swappable(params: Mapping[str, torch.Tensor]) -> None:
-    """Check that `swap_contents_` can replace the contents of each parameter.
-
-    Args:
-        params: by name in the model, for the message.
+    """Check that `swap_contents_` can replace the contents of each parameter, by name in the model.
 
     Raises:
         ValueError: if a view or the autograd node of a parameter is alive; names the first one.

@@ -31,10 +31,6 @@ class TensorScales(KeepsDtypes):
     `seen` (int64), the number of recorded steps, without skipped ones. `window` is the longest of the rows' rules. Until a rule's window is
     full, and for a rule without a window, casts use just-in-time scales.
 
-    Args:
-        casts: by row.
-        device: of the buffers.
-
     Attributes:
         steps: the host's copy of `seen`, at most `window`: never smaller than `seen`, and equal to it when a window may have filled.
         delayed: whether every window is full, so that no cast is just-in-time for lack of history.
@@ -282,9 +278,6 @@ class ScalingState:
     Layers that a fused layer's GEMM joins have one input and one gradient, whose amaxes the first layer's slots record. Modules list such
     groups by `scalings_alike`, for each half, which computes in FP8 or in BF16. A roll gives all members of a group the largest amax, so
     that their scales are valid for each layer on its own too.
-
-    Args:
-        model: the module tree to search.
     """
 
     def __init__(self, model: nn.Module) -> None:

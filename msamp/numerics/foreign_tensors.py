@@ -75,11 +75,6 @@ torch.serialization.add_safe_globals(
 def plain_states(name: str, saved: Mapping[str, Any], shape: torch.Size) -> Mapping[str, Any]:
     """Dequantize a parameter's optimizer states that torchao or bitsandbytes saved; other states are returned as they are.
 
-    Args:
-        name: the parameter's, for messages.
-        saved: the states by key.
-        shape: of the parameter.
-
     Returns:
         The states by torch's names, each quantized one as FP32 values.
 

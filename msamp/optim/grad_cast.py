@@ -119,11 +119,7 @@ class BackwardCasts:
         self._paused = 0
 
     def attach(self, params: Iterable[tuple[torch.Tensor, Mapping[str, str]]]) -> None:
-        """Hook the parameters that are not hooked yet, require a gradient, and have an FP8 gradient format.
-
-        Args:
-            params: with the names of their formats.
-        """
+        """Hook the parameters that are not hooked yet, require a gradient, and have an FP8 gradient format."""
         for p, formats in params:
             if id(p) in self._formats or not p.requires_grad:
                 continue

@@ -277,10 +277,6 @@ def _names_of(group: Mapping[str, Any], number: int) -> list[str]:
 def give_keys(group: dict[str, Any], number: int, seed: int) -> None:
     """Set a group's `keys` for stochastic rounding, one per parameter and derived from its name, unless the group has them.
 
-    Args:
-        number: of the group in its optimizer.
-        seed: of the run.
-
     Raises:
         ValueError: if the number of keys differs from the number of parameters.
     """

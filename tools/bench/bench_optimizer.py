@@ -126,13 +126,7 @@ def configuration(level: str, options: argparse.Namespace) -> Config:
 
 
 def measure(config: Config, options: argparse.Namespace, bandwidth: float, device: str = "cuda", flags: str = "") -> list[dict[str, Any]]:
-    """Measure four rows: the step as called, the step in a graph, and the quantization of gradients in the worst and the usual case.
-
-    Args:
-        config, options, bandwidth: from `configuration`, the command line and `copy_bandwidth`.
-        device: device to run on.
-        flags: of this level only, for the row's `level`.
-    """
+    """Measure four rows: the step as called, the step in a graph, and the quantization of gradients in the worst and the usual case."""
     recipe, optim = build_recipe(config.precision), config.optimizer
     model = Weights(config.model, recipe, options.vocab_size, device)
     formats = {p: group["formats"].grad for group in model.groups() for p in group["params"]}

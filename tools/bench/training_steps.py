@@ -201,9 +201,6 @@ def run(
         options: with `csv`, `commit` and `peer`.
         common: columns of all rows.
         of_peer: adds columns to a baseline's row.
-
-    Returns:
-        0, the exit code.
     """
     launch = process_groups.launch_from_environment()
     where = rows.machine(options.commit) if launch.rank == 0 else {}

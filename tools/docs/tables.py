@@ -233,12 +233,7 @@ def table(name: str) -> Table:
 
 
 def filled(text: str, page: str, more: Mapping[str, str] | None = None) -> str:
-    """Return a page with each marked table filled from the current results.
-
-    Args:
-        text: the page.
-        page: its name, for messages.
-        more: tables that are not in `tables.toml`, as Markdown.
+    """Return a page with each marked table filled from the current results, or from `more`, Markdown by name. `page`: its name in messages.
 
     Raises:
         ValueError: a table does not exist, or a marker has no end.

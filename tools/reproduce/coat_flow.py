@@ -154,10 +154,7 @@ class Llama(nn.Module):
 
 
 def train(flow: Flow, loop: Loop, text: Tensor, seed: int, every: int = 10) -> Iterator[tuple[int, float]]:
-    """Train on the first 19 twentieths of a text.
-
-    Args:
-        text: bytes, uint8.
+    """Train on the first 19 twentieths of a text, uint8 bytes.
 
     Yields:
         (step, mean training loss since the last one), and last (steps, validation loss on the rest), in nats per byte.

@@ -34,6 +34,7 @@ class Encoder:
     tuning: str
 
 
+LABELS = {name: variant for variant, name in NAMES.items()}  # the paper's names of the options; levels keep ours
 MASKED = "--objective masked-lm --position-embedding-type learned_absolute"
 SMALL_ENCODERS = {
     "toy": Encoder(
@@ -72,16 +73,17 @@ def encoder_findings(rows: Sequence[Row]) -> Iterator[Finding]:
         newest = _newest([row for row in rows if row["phase"] == phase])
         base = _option_d(newest)
         yield Finding(f"d, {phase}: perplexity", float(base["ppl"]), where=base)
-        for label, row in _named(newest):
-            yield Finding(f"{label}, {phase}: perplexity over D's", float(row["ppl"]) / float(base["ppl"]), where=row)
+        for name, row in newest.items():
+            if name != NAMES["d"]:
+                label = LABELS.get(name, name)
+                yield Finding(f"{label}, {phase}: perplexity over D's", float(row["ppl"]) / float(base["ppl"]), where=row)
 
 
 def boolq_findings(rows: Sequence[Row]) -> Iterator[Finding]:
     """Collage, Table 4, with BoolQ instead of GLUE: accuracy of each seed, and that of the majority answer."""
     base = _option_d(_newest(rows))
-    labels = {name: variant for variant, name in NAMES.items()}
     for row in rows:
-        label = labels.get(row["precision"], row["precision"])
+        label = LABELS.get(row["precision"], row["precision"])
         yield Finding(f"{label}: accuracy on BoolQ", 100 * float(row["accuracy"]), unit="%", seed=int(row["seed"]), where=row)
     yield Finding("majority answer", 100 * float(base["majority"]), unit="%", where=base)
 
@@ -95,12 +97,6 @@ def _option_d(newest: Mapping[str, Row]) -> Row:
     if NAMES["d"] not in newest:
         raise ValueError(f"the results cover {', '.join(newest) or 'no precision'}: train {NAMES['d']} too, the baseline")
     return newest[NAMES["d"]]
-
-
-def _named(newest: Mapping[str, Row]) -> Iterator[tuple[str, Row]]:
-    """Yield all rows except D's, with the paper's names for the options and ours for the levels."""
-    labels = {name: variant for variant, name in NAMES.items()}
-    yield from ((labels.get(name, name), row) for name, row in newest.items() if name != NAMES["d"])
 
 
 def _encoders(task: Task) -> tuple[list[Row], dict[str, Path]]:

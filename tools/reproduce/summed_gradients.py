@@ -27,13 +27,7 @@ STRATEGIES: Mapping[str, str] = MappingProxyType(
 
 
 class Summing:
-    """The reduction of all linear weights' gradients by one strategy, with a mu per weight.
-
-    Args:
-        strategy: a key of `STRATEGIES`.
-        weights: number of linear weights.
-        ranks: N.
-    """
+    """The reduction of all linear weights' gradients by one of `STRATEGIES`, with a mu per weight."""
 
     def __init__(self, strategy: str, weights: int, ranks: int) -> None:
         self.rule, self.ranks = STRATEGIES[strategy], ranks

@@ -159,12 +159,7 @@ def _chunks(prefix: str, where: Sequence[Place], x: Stored, rows: slice | None =
 
 
 def shrinking_attention(info: dict[str, Any], folder: Path) -> str | None:
-    """Return a line about a checkpoint whose FP8 attention shrank its output with the length of the sequence; None for any other.
-
-    Args:
-        info: contents of its `checkpoint.json`.
-        folder: that contains it.
-    """
+    """Return a line about a checkpoint, with this `info`, whose FP8 attention shrank its output with the sequence's length; else None."""
     config = info["config"]
     precision, tokens = config.get("precision", {}).get("attention_precision"), config.get("model", {}).get("seq_length") or 0
     if precision != "fp8" or tokens < LONG or info.get("fp8_attention") == FIRST_TOKEN_APART:

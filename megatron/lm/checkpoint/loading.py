@@ -78,10 +78,6 @@ class SavedCheckpoint:
             stored = open_stored(folder, info)
         return cls(folder=folder, info=info, config=config_from_dict(info["config"]), stored=stored)
 
-    def left_out(self, name: str) -> bool:
-        """Return whether the run that wrote it set `name`, which is `no_save_optim` or `no_save_rng`."""
-        return self.info["config"].get("checkpoint", {}).get(name, False) is True
-
 
 @dataclass(kw_only=True)
 class _Taken:
@@ -258,7 +254,7 @@ def _with_states(settings: CheckpointConfig, saved: SavedCheckpoint) -> bool:
     if isinstance(stored, TorchDist) and stored.moments_refused is not None:
         raise ValueError(stored.moments_refused)
     held = any(key.partition("/")[0] in updates.own_keys() for key in stored.tensors)
-    if not held and saved.left_out("no_save_optim"):
+    if not held and saved.info["config"].get("checkpoint", {}).get("no_save_optim") is True:
         return False
     if not held and saved.info["iteration"]:
         raise ValueError(f"{stored.folder} contains only weights; load them with --finetune, or resume without states with --no-load-optim")

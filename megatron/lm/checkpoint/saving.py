@@ -141,9 +141,6 @@ class Saver:
     With `--async-save` a save copies this rank's share to the host, for which training waits, and a thread writes it while training
     continues. The next save, and the exit, wait for the previous one. A failed save is reported at once and raises there.
 
-    Args:
-        training: the training state to save.
-
     Raises:
         ValueError: on entry, on every rank, if another job saves there, the folder contains another run, or it cannot be written.
     """
@@ -229,11 +226,6 @@ class Saver:
         else:
             self._write(root, snapshot)
         return health_problem(snapshot.info) is None
-
-    @property
-    def busy(self) -> bool:
-        """Return whether a background save is still running."""
-        return self._thread is not None and self._thread.is_alive()
 
     def finish(self) -> None:
         """Wait for the background save; raise a ValueError if it failed."""

@@ -86,12 +86,7 @@ def number_problem(value: float, low: float, high: float, dtype: torch.dtype, *,
 
 
 def problems(training: Training, items: Sequence[Item]) -> list[str]:
-    """Return which tensors that all ranks are about to save break a rule, and how. Collective.
-
-    Args:
-        training: the training state.
-        items: this rank's chunks (`content.items`).
-    """
+    """Return which of all ranks' `items` (`content.items`) that are about to be saved break a rule, and how. Collective."""
     everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, list(_own_problems(training, items)))
     return list(dict.fromkeys(problem for problems in everywhere for problem in problems))

@@ -18,15 +18,12 @@ from msamp.optim.updates import MASTER
 
 
 def write_weights(root: Path, info: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Path:
-    """Write a checkpoint at iteration 0 for `--load ROOT --finetune`, on any grid and with any recipe.
+    """Write a checkpoint at iteration 0 for `--load ROOT --finetune`, on any grid and with any recipe; return its folder.
 
     Args:
         root: folder of checkpoints.
         info: from `content.description`.
         weights: by their names in the unsharded model; any float dtype, which is kept.
-
-    Returns:
-        The checkpoint's folder.
 
     Raises:
         ValueError: if a weight does not have a float dtype.

@@ -19,8 +19,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from megatron.lm.errors import RunStopped
 from megatron.lm.shell import exit_codes
@@ -169,10 +167,6 @@ def quickstart(options: Options) -> int:
     return 1 if problems else 0
 
 
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
-
-
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return 1 if a run failed or the verdict names a problem, else the codes of `megatron.lm.shell.exit_codes`."""
@@ -184,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--data", type=path, default=Path("data/quickstart"), help="folder for text and tokenizer (default: %(default)s)")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, _interrupt)  # so that a kill, like Ctrl-C, ends the training processes too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a kill, like Ctrl-C, ends the training processes too
     started = time.monotonic()
     import torch  # for seconds, after the flags
 

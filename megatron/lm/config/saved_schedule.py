@@ -23,10 +23,6 @@ _LENGTHS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "lr_ws
 def differing_schedule(config: Config, saved: Config) -> list[str]:
     """Return how the schedule differs from the checkpoint's, as "--flag value (saved: value)" with the fix; empty with
     `--override-opt-param-scheduler`.
-
-    Args:
-        config: of the run that resumes.
-        saved: of the run that wrote the checkpoint.
     """
     if config.checkpoint.override_opt_param_scheduler:
         return []

@@ -116,10 +116,6 @@ class Chunk:
 class StageGraphs(Replays):
     """The graphs of a training step on a pipeline stage, interleaved or not.
 
-    Args:
-        training: the training state, with several pipeline stages.
-        mode: as `Replays`.
-
     Attributes:
         chunks: this rank's chunks of the model, in order.
     """

@@ -79,10 +79,6 @@ class StepGraphs(Replays):
     In mode "step" with `--overlap-param-gather`, under ZeRO, the first graph starts to gather the weights of the update before, and each
     module waits for its own, as in eager steps: the all-gather overlaps with the forward. The graph gathers them also where something has
     gathered them before it, such as an evaluation; that changes no bit.
-
-    Args:
-        training: the training state, with one pipeline stage.
-        mode: as `Replays`.
     """
 
     def __init__(self, training: Training, mode: str) -> None:

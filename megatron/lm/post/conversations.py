@@ -52,11 +52,7 @@ def rows(file: Path) -> list[dict[str, Any]]:
 
 
 def conversation(row: Mapping[str, Any], where: str) -> list[Message]:
-    """Return the messages of a row, in order; the last is the assistant's.
-
-    Args:
-        row: from `rows`.
-        where: location of the row, for error messages.
+    """Return the messages of a row of `rows`, in order; the last is the assistant's. `where` the row is, for error messages.
 
     Raises:
         ValueError: if the row has no supported format, an unknown role, or no answer at the end.

@@ -44,12 +44,7 @@ def described(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_same_settings(store: Store, rank: int, world_size: int, settings: Mapping[str, Any]) -> None:
-    """Compare `described` on all ranks. Every rank must call this the same number of times.
-
-    Args:
-        store: the rendezvous store, through which the ranks exchange their settings.
-        rank, world_size: of this process.
-        settings: its settings by name.
+    """Compare `described` on all ranks through the rendezvous store. Every rank must call this the same number of times.
 
     Raises:
         ValueError: on every rank, if settings differ; it names each flag, its values and their ranks.
@@ -74,11 +69,7 @@ def check_same_settings(store: Store, rank: int, world_size: int, settings: Mapp
 
 
 def differences(settings: Sequence[Mapping[str, Any]]) -> str:
-    """Return a text with the settings that differ between ranks, their values and their ranks; empty if all agree.
-
-    Args:
-        settings: by name, of each rank.
-    """
+    """Return a text with the settings, by name, that differ between ranks, their values and their ranks; empty if all agree."""
     lines = []
     for name in dict.fromkeys(name for of_rank in settings for name in of_rank):
         ranks: dict[str, list[int]] = defaultdict(list)

@@ -21,11 +21,6 @@ from megatron.lm.training.state import Batches, Training
 class RunData:
     """Tokenizer and datasets of a run, the same on all ranks.
 
-    Args:
-        data, model, settings: of the run.
-        batch_sizes: sequences of each iteration.
-        iterations: of the whole run.
-
     Attributes:
         train, valid, test: datasets; None for a split without samples.
         vocab_size: of the tokenizer, with the tokens that the objective adds.

@@ -125,8 +125,9 @@ class Trainer:
             self.recorder = all_or_none(opened, "{}: choose another --record-precision")
         self.step_watch = StepWatch(config.faults, self.training, self.metrics, self.requests, config.precision.min_loss_scale)
         self.lost_updates = LostUpdates(self.training, self.metrics, self.step_watch.everyone)
-        zeros, parameters_norm = norms.chosen(config.logging, self.training, self.metrics.reports)
-        self.metrics.measurements += [one.values for one in (parameters_norm, zeros) if one is not None]
+        zeros = norms.ZerosInGradients(self.training, self.metrics.reports) if config.logging.log_num_zeros_in_grad else None
+        self.metrics.measurements += [norms.ParametersNorm(self.training).values] if config.logging.log_params_norm else []
+        self.metrics.measurements += [zeros.values] if zeros is not None else []
         self.metrics.measurements += [self.training.experts.values] if config.model.num_experts is not None else []
         self.rare_observers: list[RareStepObserver] = [one for one in (self.lost_updates, zeros) if one is not None]
         traces = Path(config.logging.tensorboard_dir or ".")
@@ -265,7 +266,7 @@ class Trainer:
             why = self._after_step(due, verdict)
             if why is not None:
                 return why
-            self.metrics.pause(time.perf_counter() - started)
+            self.metrics.paused += time.perf_counter() - started
         return None
 
     def _step(self, stream: Batches, iteration: int) -> StepResult:

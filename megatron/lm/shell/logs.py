@@ -21,11 +21,7 @@ from megatron.lm.shell.files import to_write
 
 
 class Unwritten:
-    """A counter of failed writes.
-
-    Attributes:
-        counts: failed writes by name of the destination.
-    """
+    """A counter of failed writes, by name of their destination (`counts`)."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

@@ -19,14 +19,7 @@ from megatron.lm.shell.files import read_input
 
 @dataclass(frozen=True)
 class Complaint:
-    """Condition for reporting a tensor: `column` of its row is worse than `limit`.
-
-    Attributes:
-        column: name of the recorder's column.
-        limit: worst value that is not reported.
-        low: whether smaller is worse.
-        words: returns the text for a value.
-    """
+    """A reason to report a tensor: `column` of its row is worse, with `low` less, than `limit`; `words` says it of a value."""
 
     column: str
     limit: float
@@ -41,10 +34,6 @@ class Complaint:
     def holds(self, value: float | None) -> bool:
         """Return whether a value is worse than the limit."""
         return value is not None and (value < self.limit if self.low else value > self.limit)
-
-    def severity(self, value: float) -> float:
-        """Return how many times a value is worse than the limit, which orders complaints of all kinds."""
-        return self.limit / max(value, 1e-3) if self.low else value / self.limit
 
 
 # Normally distributed values have 31 dB in E4M3 and 25 in E5M2: below 20, most of the range or of the elements is lost.
@@ -131,7 +120,8 @@ def words(steps: Sequence[Mapping[str, Any]], most: int) -> list[str]:
                     if not complaint.holds(complaint.value(step["series"].get((layer, tensor), {}))):
                         break
                     since = step["iteration"]
-                complaints.append((complaint.severity(value), f"{spoken(layer)} {tensor}: {complaint.words(value)} since step {since}"))
+                times_worse = complaint.limit / max(value, 1e-3) if complaint.low else value / complaint.limit
+                complaints.append((times_worse, f"{spoken(layer)} {tensor}: {complaint.words(value)} since step {since}"))
     if complaints:
         sentences = [sentence for _, sentence in sorted(complaints, key=lambda pair: -pair[0])]
         rest = [f"and {len(sentences) - most} more, less bad"] if len(sentences) > most else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
@@ -31,10 +30,6 @@ example:
 @exit_codes.command
 def main(argv: list[str] | None = None) -> None:
     """Run the tool; for its exit codes see `megatron.lm.shell.exit_codes`, and nothing is written if it refuses its input."""
-    _preprocess(_parser().parse_args(argv))
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = Parser(description=__doc__, epilog=_EPILOG)
     parser.add_argument("--input", nargs="+", required=True, type=path, metavar="FILE", help=".jsonl, .json or .txt, in order")
     parser.add_argument(
@@ -57,14 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--legacy-tokenizer", action="store_true", help="special tokens of SentencePieceTokenizer, bos of Llama2Tokenizer")
     parser.add_argument("--append-eod", action="store_true", help="end every document with the tokenizer's end-of-document id")
     parser.add_argument("--workers", type=count(0, 1024), default=1, help="processes that tokenize; 0: this one (default: 1)")
-    parser.add_argument("--part-bytes", help=argparse.SUPPRESS)
     parser.add_argument("--log-interval", type=count(1), metavar="N", help="of Megatron-LM's scripts; progress is a line per 5 s instead")
-    return parser
-
-
-def _preprocess(arguments: argparse.Namespace) -> None:
-    if arguments.part_bytes is not None:
-        raise ValueError("--part-bytes was removed: tokenize the input files one by one, and give --data-path all their prefixes")
+    arguments = parser.parse_args(argv)
     for key in arguments.json_keys:
         if "/" in key:
             raise ValueError(f"--json-keys {key!r} would be part of a file name, which cannot contain /: rename the member")

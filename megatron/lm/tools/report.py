@@ -27,7 +27,6 @@ from megatron.lm.shell.files import read_input, written_aside
 from megatron.lm.tools.inspect_scales import is_number
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLORS = ("#2563eb", "#ea580c", "#059669", "#7c3aed", "#db2777", "#0891b2")
@@ -158,8 +157,10 @@ def loss_figure(runs: Sequence[Run], entropy: float | None, window: int) -> "Fig
     ratios, height = ((3, 1), 5.2) if len(runs) > 1 else ((1,), 3.9)
     figure = Figure(figsize=(WIDTH, height), dpi=150, layout="constrained")
     axes = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
-    for axis in axes:
-        plain(axis)
+    for axis in axes:  # two spines, and a faint grid behind the lines
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(color="#e5e7eb", linewidth=0.8)
+        axis.set_axisbelow(True)
     top = axes[0]
     for index, (run, color) in enumerate(zip(runs, _colors(runs), strict=True)):
         iterations, losses = [line["iteration"] for line in run.train], [line["loss"] for line in run.train]
@@ -184,13 +185,6 @@ def loss_figure(runs: Sequence[Run], entropy: float | None, window: int) -> "Fig
         axes[1].set_ylabel(f"from {runs[0].name} (%)")
     axes[-1].set_xlabel("iteration")
     return figure
-
-
-def plain(axis: "Axes") -> None:
-    """Apply the common style of all plots: two spines, and a faint grid behind the lines."""
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(color="#e5e7eb", linewidth=0.8)
-    axis.set_axisbelow(True)
 
 
 def _colors(runs: Sequence[Run]) -> list[str]:

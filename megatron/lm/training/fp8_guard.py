@@ -20,10 +20,6 @@ def build_guard(model: nn.Module, precision: PrecisionConfig) -> LayerGuard | No
     Every rank knows the verdicts about all layers, also of other pipeline stages: all drop their graphs together, and rank 0 can report
     and save them.
 
-    Args:
-        model: this rank's part, perhaps several chunks.
-        precision: with the choice of the FP8 layers.
-
     Raises:
         ValueError: on every rank, if no linear layer of the whole model is in FP8.
     """

@@ -136,13 +136,7 @@ class _Momentum(Update):
 
     @abstractmethod
     def change_(self, tensors: Tensors, numbers: Sequence[Number], group: Mapping[str, Any]) -> None:
-        """Update master and momentum in FP32, in place.
-
-        Args:
-            tensors: of one parameter.
-            numbers: the group's hyperparameters.
-            group: its options.
-        """
+        """Update master and momentum in FP32, in place."""
 
 
 class SGD(_Momentum):

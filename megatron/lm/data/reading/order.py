@@ -70,7 +70,8 @@ class EpochDataset(GPTDataset):
         length, tokens = self.config.sequence_length, self._get_num_tokens_per_epoch()
         # A blend's greedy choice takes up to one sample more than its share from a dataset, and its length is rounded up once for each
         # dataset.
-        wanted = self.num_samples + _datasets(self.config, self.index_split)
+        blend = self.config.blend if self.config.blend_per_split is None else self.config.blend_per_split[self.index_split.value]
+        wanted = self.num_samples + (len(blend[0]) + 1 if blend is not None and len(blend[0]) > 1 else 0)
         epochs = -(-(wanted * length + 1) // tokens)
         ends = [0, *((epoch * tokens - 1) // length for epoch in range(1, epochs + 1))]
         documents, samples = [], []
@@ -118,12 +119,6 @@ def _cache_name(dataset: EpochDataset | EpochBlend, split: Split) -> str:
     return f"{dataset.unique_description_hash}-{type(dataset).__name__}-{split.name}"
 
 
-def _datasets(config: Any, split: Split) -> int:
-    """Return the most samples that a dataset provides beyond its share: 0 for a single dataset."""
-    blend = config.blend if config.blend_per_split is None else config.blend_per_split[split.value]
-    return len(blend[0]) + 1 if blend is not None and len(blend[0]) > 1 else 0
-
-
 def description(train: Dataset, seed: int) -> dict[str, Any]:
     """Return everything that determines the order of the training data, JSON-serializable: the entry `data` of a checkpoint."""
     parts = zip(train.datasets, train.weights, strict=True) if isinstance(train, EpochBlend) else [(train, 1.0)]
@@ -165,11 +160,6 @@ def check_same_data(datasets: Mapping[str, Dataset | None], tokenizer: Tokenizer
 
     On clusters with node-local disks, the same path can have different tokens on another node, and no later check notices: every rank
     trains on what it reads. Paths and times may differ.
-
-    Args:
-        datasets: from `build_datasets`, by name of the split.
-        tokenizer: of the data.
-        seed: of the data order.
 
     Raises:
         ValueError: on every rank, if the data differ, with the data and the rank.

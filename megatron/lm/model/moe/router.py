@@ -41,9 +41,6 @@ AUX, Z, ENTROPY, MICRO_BATCHES = range(4)  # entries of `Router.sums`
 class Router(CoreRouter):
     """The top-k router of one layer.
 
-    Args:
-        config, pg_collection: as megatron-core's routers.
-
     Attributes:
         parts, parts_group: the ranks that route parts of the same sequences, and their number.
         weight: [E, h].

@@ -38,13 +38,7 @@ def short(value: float) -> str:
 
 
 def train_line(row: Mapping[str, Any], train_iters: int, seconds_left: float) -> str:
-    """Return a log line.
-
-    Args:
-        row: of the metrics file, kind "train".
-        train_iters: iterations of the run.
-        seconds_left: until the end of the run.
-    """
+    """Return the log line of a `row` of the metrics file, kind "train"."""
     shares = [100 * value for name, value in row.items() if name.startswith("mfu_")]
     tflops = row["tflops"]
     speed = f"{tflops:.3g} TFLOP/s" if tflops >= 0.1 else f"{1e3 * tflops:.2f} GFLOP/s"

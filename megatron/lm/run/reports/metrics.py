@@ -155,11 +155,7 @@ class Metrics:
     def _begin_interval(self) -> None:
         self.steps: list[StepResult] = []
         self.interval_start = time.perf_counter()
-        self.paused = 0.0
-
-    def pause(self, seconds: float) -> None:
-        """Exclude time that is not training (evaluation, saving) from the throughput."""
-        self.paused += seconds
+        self.paused = 0.0  # seconds of evaluation, saving and others that the throughput leaves out
 
     def record(self, step: StepResult, iteration: int) -> None:
         """Record one step; report at the end of the interval."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron.lm.config import LoggingConfig
 from megatron.lm.training.state import Training
 from msamp.numerics import mcf
 from msamp.numerics.tensor import ScalingTensor, fp32_values
@@ -23,12 +22,7 @@ _BLOCK = 2**24  # elements squared in FP64 at a time
 
 
 class ZerosInGradients:
-    """Count the zeros in the averaged gradients before the update of a logged step.
-
-    Args:
-        training: the training state.
-        due: iteration -> whether it is logged.
-    """
+    """Count the zeros in the averaged gradients before the update of a step whose iteration is `due`."""
 
     def __init__(self, training: Training, due: Callable[[int], bool]) -> None:
         self.training, self._due = training, due
@@ -61,11 +55,7 @@ class ZerosInGradients:
 
 
 class ParametersNorm:
-    """Compute the L2 norm of the parameters after the last step.
-
-    Args:
-        training: the training state.
-    """
+    """Compute the L2 norm of the parameters after the last step."""
 
     def __init__(self, training: Training) -> None:
         self.training = training
@@ -91,12 +81,6 @@ class ParametersNorm:
                 x, y = mcf.load_pair(holding.weight, state[key])
                 return x.float() + y.float()
         return fp32_values(state.get(MASTER.key, holding.weight))
-
-
-def chosen(logging: LoggingConfig, training: Training, due: Callable[[int], bool]) -> tuple[ZerosInGradients | None, ParametersNorm | None]:
-    """Return the measurements that the flags enable."""
-    zeros = ZerosInGradients(training, due) if logging.log_num_zeros_in_grad else None
-    return zeros, ParametersNorm(training) if logging.log_params_norm else None
 
 
 def counted(training: Training, holdings: Sequence[Holding]) -> list[Holding]:

@@ -67,12 +67,6 @@ def _traced(warmup: int, active: int, write: Callable[[torch.profiler.profile], 
 class Profiles:
     """Profile and memory history of a run, on this rank.
 
-    Args:
-        settings: the flags.
-        folder: in which traces are written.
-        iterations: of the whole run.
-        unwritten: counts failed writes.
-
     Raises:
         ValueError: if nsys or the memory history is requested without a GPU.
     """

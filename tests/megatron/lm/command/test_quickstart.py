@@ -118,7 +118,7 @@ def test_an_interruption_ends_the_command(tmp_path):
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGUSR1)
 
-    before = signal.signal(signal.SIGUSR1, quickstart._interrupt)
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
     try:
         threading.Thread(target=interrupt, daemon=True).start()
         with pytest.raises(KeyboardInterrupt):

@@ -123,7 +123,7 @@ def test_a_resumed_run_counts_skipped_steps_on_tells_its_own_time_and_reports_it
     clock.pass_(4.0)
     made.record(result(1.0, 1.0, eager=False), 7)
     clock.pass_(10.0)
-    made.pause(6.0)  # an evaluation
+    made.paused += 6.0  # an evaluation
     made.record(result(1.0, 1.0, eager=False), 8)
     clock.pass_(4.0)
     made.record(result(1.0, 1.0), 9)
