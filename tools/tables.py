@@ -28,7 +28,7 @@ def figures() -> dict[str, Numbers]:
     groups: dict[str, dict[str, float]] = {}
     for model, name, speed in tables.table("figure-own-loop").cells:
         groups.setdefault(model, {})[name] = float(speed)
-    return {"own_loop": {"groups": groups, "x": "speed of a step, relative to compiled BF16"}} | pages.figures()
+    return {"own_loop": {"groups": groups, "x": "speed of a step, relative to torchao"}} | pages.figures()
 
 
 def commits() -> Iterator[tuple[str, list[str]]]:
