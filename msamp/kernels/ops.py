@@ -77,10 +77,10 @@ def _on_cuda(twin: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unseen(x: object) -> bool:
-    """Whether only the kernel sees an operator on `x`: a plain tensor on a GPU, without autograd, trace or dispatch mode."""
+    """Whether only the kernel sees an operator on `x`: a plain tensor in memory, without autograd, trace or dispatch mode."""
     return (
         type(x) in PLAIN
-        and x.is_cuda  # type: ignore[attr-defined]
+        and (x.is_cuda or x.is_cpu)  # type: ignore[attr-defined]
         and not torch.is_grad_enabled()
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._is_tracing()
@@ -88,7 +88,7 @@ def _unseen(x: object) -> bool:
 
 
 def _operator(twin: Function, mutates: tuple[str, ...] = (), fake: Fake | None = None) -> Function:
-    """Return the operator that `twin` defines, as a function. If only the kernel would see a call on a GPU, the function skips torch's
+    """Return the operator that `twin` defines, as a function. If only the kernel would see a call, the function skips torch's
     dispatcher, which took 25 of an operator's 93 us of host time (H200). An operator that changes more than its slots in place is always
     dispatched, since autograd must see the change.
 
@@ -109,8 +109,9 @@ def _operator(twin: Function, mutates: tuple[str, ...] = (), fake: Fake | None =
         return operator  # type: ignore[no-any-return]
 
     def call(x: Any, *args: Any, **flags: Any) -> Any:
-        if not torch.compiler.is_compiling() and _unseen(x[0] if type(x) is list and x else x):
-            return on_cuda(x, *args, **flags)
+        first = x[0] if type(x) is list and x else x
+        if not torch.compiler.is_compiling() and _unseen(first):
+            return (on_cuda if first.is_cuda else twin)(x, *args, **flags)
         return operator(x, *args, **flags)
 
     return call  # type: ignore[return-value]

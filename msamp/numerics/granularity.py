@@ -42,8 +42,7 @@ class Tensorwise:
         if x.numel() == 0:
             return torch.zeros((), dtype=torch.float32, device=x.device)
         low, high = torch.aminmax(x.detach())  # one pass without a copy of |x|; 20 times faster than a vector norm on a CPU
-        amax = torch.maximum(-low, high).float()
-        return amax.masked_fill(amax.isnan(), float("inf"))
+        return torch.maximum(-low, high).float().nan_to_num_(float("inf"), float("inf"))
 
     def maxima(self, x: torch.Tensor) -> torch.Tensor:
         """`amax`: the whole tensor is one set."""

@@ -39,12 +39,10 @@ def scale_from_amax(amax: torch.Tensor, fp_max: float, last: torch.Tensor | floa
         FP32 scales in the shape of `amax`.
     """
     max_exponent, max_mantissa = _fields(fp_max)
-    bits = amax.view(torch.int32)
-    exponent = max_exponent - (bits >> _MANTISSA_BITS) - ((bits & ((1 << _MANTISSA_BITS) - 1)) > max_mantissa).int()
-    exponent = exponent.clamp(-MAX_EXPONENT, MAX_EXPONENT)
-    scale = ((exponent + _EXPONENT_BIAS) << _MANTISSA_BITS).view(torch.float32)
-    keep = ~((amax > 0) & amax.isfinite())
-    return torch.where(keep, last, scale) if isinstance(last, torch.Tensor) else scale.masked_fill(keep, last)
+    # A mantissa above that of `fp_max` carries into the exponent.
+    carried = (amax.view(torch.int32) + ((1 << _MANTISSA_BITS) - 1 - max_mantissa)) >> _MANTISSA_BITS
+    exponent = (max_exponent + _EXPONENT_BIAS - carried).clamp(_EXPONENT_BIAS - MAX_EXPONENT, _EXPONENT_BIAS + MAX_EXPONENT)
+    return torch.where((amax > 0) & (amax < math.inf), (exponent << _MANTISSA_BITS).view(torch.float32), last)
 
 
 def inverse(scale: torch.Tensor) -> torch.Tensor:

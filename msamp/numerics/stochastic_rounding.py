@@ -81,13 +81,15 @@ class Thresholds:
     def __init__(self, key: int, offset: int, step: int | torch.Tensor) -> None:
         self.key, self.offset = key, offset
         self.turn = _int32(step.long() * SPREAD).int() if isinstance(step, torch.Tensor) else _int32(step * SPREAD)
+        self.shared: dict[tuple[int, int], torch.Tensor] = {}  # of all states: a byte for each element
 
     def of(self, state: str, start: int, count: int, device: torch.device) -> torch.Tensor:
         """INT32 [count], 32 random bits each, for the elements from `start`; `state` is "m", "v" or "master"."""
         first = self.offset + start
-        groups = torch.arange(first // LANES, -(-(first + count) // LANES), device=device)
-        shared = hashes(self.key, groups)
-        words = torch.stack([shared * _int32(x) for x in MULTIPLIERS[state]], 1).view(-1)
+        if (start, count) not in self.shared:
+            groups = torch.arange(first // LANES, -(-(first + count) // LANES), device=device)
+            self.shared[start, count] = hashes(self.key, groups)
+        words = torch.stack([self.shared[start, count] * _int32(x) for x in MULTIPLIERS[state]], 1).view(-1)
         return words[first % LANES :][:count] + self.turn
 
 
@@ -105,15 +107,13 @@ def round_stochastically(x: torch.Tensor, words: torch.Tensor, fmt: Format, *, s
     magnitude = x.abs()
     # Codes below `tiny` have the spacing of FP32 between `tiny` and 2 `tiny` after `shift` bits are dropped. BF16 has FP32's exponents, so
     # its codes below `tiny` need no offset.
-    base = torch.zeros_like(magnitude)
-    if fmt.scaled and subnormals:
-        base.masked_fill_(magnitude < fmt.tiny, fmt.tiny)
+    base = (magnitude < fmt.tiny) * fmt.tiny if fmt.scaled and subnormals else 0.0
     raised = (magnitude + base).view(torch.int32) + added
     rounded = (raised & -(1 << shift)).view(torch.float32) - base
     if not subnormals:
         raised = raised.view(torch.float32)
         rounded = torch.where(raised < fmt.tiny, (raised / fmt.smallest).trunc() * fmt.smallest, rounded)
-    return torch.where(x.isfinite(), torch.copysign(rounded, x), math.nan)
+    return torch.where(magnitude < math.inf, torch.copysign(rounded, x), math.nan)
 
 
 def cast_stochastically(

@@ -148,9 +148,8 @@ def test_the_table_gives_what_the_twin_gives_with_and_without_the_dispatcher(nam
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=f"{name} changes its arguments in another way")
 
 
-@pytest.mark.gpu
-def test_autograd_traces_and_tensors_that_are_not_plain_keep_the_dispatcher():
-    x = torch.ones(2, device="cuda")
+def test_autograd_traces_and_tensors_that_are_not_plain_keep_the_dispatcher(device):
+    x = torch.ones(2, device=device)
     assert not ops._unseen(x), "gradients are enabled"
     with torch.no_grad():
         assert ops._unseen(x)
