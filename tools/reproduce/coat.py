@@ -22,7 +22,7 @@ SHAPES: Mapping[str, tuple[int, str]] = {  # by size: steps, flags of the traine
 FLOWS: Mapping[str, tuple[Loop, int]] = {  # by size: the training run, and its seeds
     "toy": (Loop(width=32, layers=1, length=16, batch=4, steps=10, warm_up=2), 1),
     "small": (Loop(width=64, layers=4, length=64, batch=16, steps=300), 3),
-    "full": (Loop(width=768, layers=12, length=512, batch=16, steps=1000, lr=1e-3, warm_up=50), 3),
+    "full": (Loop(width=768, layers=12, length=512, batch=16, steps=500, lr=1e-3, warm_up=50), 3),
 }
 LLAMA = {"7b": "--preset 7b", "13b": "--preset 13b --tensor-model-parallel-size 1 --no-sequence-parallel"}
 LIKE_LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear"
