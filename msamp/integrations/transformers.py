@@ -9,6 +9,7 @@ the windows of delayed scaling restart.
 """
 
 import contextlib
+import warnings
 from typing import Any, cast
 
 import torch
@@ -41,7 +42,8 @@ class Trainer(transformers.Trainer):
         args: transformers' own.
         recipe: of `msamp.initialize`.
         capture: run each step, from its first micro-batch to the update, by `msamp.capture`. Callbacks before the update
-            (`on_pre_optimizer_step`) then run after it, and a step's loss is that of all its micro-batches.
+            (`on_pre_optimizer_step`) then run after it, and a step's loss is that of all its micro-batches. A trainer of another library
+            that prepares inputs itself, such as TRL's GRPO, which generates there, stays eager, with a warning.
         settings: transformers' own.
 
     Raises:
@@ -56,6 +58,10 @@ class Trainer(transformers.Trainer):
         if capture and not hasattr(transformers.Trainer, "_get_grad_norm"):
             raise ValueError(f"capture=True requires transformers 5, this is {transformers.__version__}; leave it out")
         super().__init__(*args, **settings)
+        if capture and super()._prepare_inputs.__func__ is not transformers.Trainer._prepare_inputs:  # type: ignore[attr-defined]
+            self.captures = False
+            why = "its own _prepare_inputs, which may follow a count that no graph repeats"
+            warnings.warn(f"{type(self).__name__} has {why}: steps are eager", stacklevel=2)
         if self.args.n_gpu > 1:
             raise ValueError(
                 f"one process has {self.args.n_gpu} GPUs, but DataParallel does not support FP8 weights; start one per GPU with torchrun"
@@ -112,9 +118,13 @@ class Trainer(transformers.Trainer):
     def _micro_batches(self, batches: list[dict[str, Any]], items: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Run forward and backward of a step; return the loss, and the norm of the gradients before they were clipped."""
         model, losses = cast("CapturedStep", self._captured).model, []
-        for number, inputs in enumerate(batches, 1):
-            with contextlib.nullcontext() if number == len(batches) else self.accelerator.no_sync(model):
-                losses.append(super().training_step(model, inputs, items))
+        self._prepare_inputs = lambda inputs: inputs  # type: ignore[method-assign]  # they are prepared; a method may not be idempotent
+        try:
+            for number, inputs in enumerate(batches, 1):
+                with contextlib.nullcontext() if number == len(batches) else self.accelerator.no_sync(model):
+                    losses.append(super().training_step(model, inputs, items))
+        finally:
+            del self._prepare_inputs
         norm = self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm or float("inf"))
         return torch.stack(losses).sum(), norm
 

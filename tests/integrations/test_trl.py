@@ -169,6 +169,16 @@ def test_grpo_generates_with_fp8_layers_and_earns_more(tmp_path):
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
 
 
+def test_grpo_with_capture_stays_eager(tmp_path):
+    settings = {"max_steps": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_iterations": 2}
+    eager = trainer("GRPO", "O3", tmp_path, **settings)
+    eager.train()
+    with pytest.warns(UserWarning, match="own _prepare_inputs"):
+        captured = trainer("GRPO", "O3", tmp_path, parts={"capture": True}, **settings)
+    captured.train()
+    assert losses(captured) == losses(eager)
+
+
 def on_this_rank(kind: str, source: Path, folder: Path) -> dict[str, Any]:
     low = trainer(kind, "O3", folder, policy(source), max_steps=3, per_device_train_batch_size=4)
     low.train()

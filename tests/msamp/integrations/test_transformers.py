@@ -61,9 +61,10 @@ def test_two_processes_train_save_and_resume(tmp_path: Path):
 
 
 def test_a_captured_trainer_trains_as_one_that_is_not(tmp_path: Path):
-    found = []
+    found, roll = [], {"_prepare_inputs": lambda self, inputs: {name: rows.roll(1, -1) for name, rows in inputs.items()}}
     for capture in (False, True):
         own = trainer(str(tmp_path), 6, recipe="O3", capture=capture)
+        own.__class__ = type("Mine", (type(own),), roll)
         own.train()
         rows = [row for row in own.state.log_history if "grad_norm" in row]
         weights = [p.detach().dequantize() if isinstance(p, ScalingTensor) else p.detach() for p in own.model.parameters()]
