@@ -238,8 +238,8 @@ class CapturedStep:
         """Drop the graphs if the model or the optimizer is no longer what they were captured from; `own`: by an eager step of this object,
         so that nothing new speaks for a capture."""
         changed = None if self._probe is None else self._probe.changed()
-        if changed is not None and self._graphs:
-            if changed is not WINDOWS:
+        if changed is not None and (self._graphs or not own):  # without graphs too: an eager step measures loaded states, a capture cannot
+            if self._graphs and changed is not WINDOWS:
                 self._say(f"{changed} changed since the step was captured; a step is eager, then one is captured again")
             self.release()
         if changed is not None and changed is not WINDOWS and not own:

@@ -169,7 +169,7 @@ def _scalars_kernel(
     tl.store(out + SCALAR.value.p_new, p_new)
     tl.store(out + SCALAR.value.w_factor, w_factor)
     tl.store(out + SCALAR.value.weight_decay, weight_decay.to(tl.float32))
-    tl.store(out + SCALAR.value.weight, tl.where(w1 < 0.5, w1, w1 - 1.0))
+    tl.store(out + SCALAR.value.weight, tl.where(w1 < 0.5, w1, (1.0 - w1) * -1.0))  # without beta1 -0, as for CUDA's lerp: a zero's sign
     tl.store(out + SCALAR.value.w2, w2)
     correction = tl.sqrt(1.0 - power2).to(tl.float32)
     tl.store(out + SCALAR.value.correction, correction)
