@@ -41,7 +41,7 @@ from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import count
 from tools.bench import training_steps
 from tools.bench.communication import exposed_communication
-from tools.bench.training_steps import MEMORY, TIMES, Row
+from tools.bench.training_steps import MEMORY, TIMES, VOCABULARY, Row
 
 ROLES = {
     "input all-gather": "input_gather",
@@ -157,7 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = flags.parse_args(argv)
     ranks = process_groups.launch_from_environment().world_size
-    common = {"preset": options.preset, "gpus": ranks, "p2p": training_steps.link()}
+    vocabulary = f" --vocab-size {options.vocab_size}" if options.vocab_size != VOCABULARY else ""
+    common = {"preset": options.preset + vocabulary, "gpus": ranks, "p2p": training_steps.link()}
     cases = [(case, configuration(case, options, ranks)) for case in options.cases]
     return training_steps.run(
         cases, lambda case, config: measure(case, config, options), COLUMNS, options, common, lambda row: of_peer(row, ranks)

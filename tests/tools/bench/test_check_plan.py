@@ -6,7 +6,9 @@ import subprocess
 
 import pytest
 
+from megatron.lm.config.presets import parameter_count
 from megatron.lm.planning.experts import weights_by_columns
+from megatron.lm.planning.layers import vocabulary
 from megatron.lm.planning.memory import GIB
 from tools.bench import check_plan, rows
 from tools.bench.check_plan import FITTED, GRID, MOE, STEP
@@ -61,7 +63,7 @@ def test_what_the_tree_that_kept_casts_of_experts_used_more_is_those_casts():
         assert one.measured_gib == pytest.approx(one.gib + casts, rel=0.03), one.row["case"]
 
 
-def test_every_row_of_ours_on_one_and_two_gpus_is_compared():
+def test_every_row_of_ours_is_compared_as_the_model_that_ran():
     compared = check_plan.compared()
     assert {one.kind for one in compared} == {"judged", "repeated", "fitted", "earlier"}
     fitted = {(one.file, *(one.row[key] for key in ("commit", "case", "micro_batch"))): one.kind for one in compared}
@@ -70,6 +72,10 @@ def test_every_row_of_ours_on_one_and_two_gpus_is_compared():
     assert not any(one.row["case"].startswith(peers) for one in compared)
     steps = [row for row in read(STEP) if not row["case"].startswith(peers)]
     assert sum(one.file == STEP for one in compared) == len(steps)
+    for one in compared:  # a vocabulary that a row does not name once cost 10 % of a predicted memory
+        config = check_plan.configuration(one.row)
+        parameters = parameter_count(config.model, vocabulary(config)) / 1e6
+        assert parameters == pytest.approx(float(one.row.get("params_m") or parameters), abs=0.1), one.row
 
 
 def test_a_row_becomes_the_run_it_measured():

@@ -92,3 +92,9 @@ def test_the_exchange_hides_behind_backward():
     assert "data-parallel, exposed" not in step(model, 8).seconds
     assert step(f"{model} --no-overlap-grad-reduce", 8).seconds["data-parallel, exposed"] > 0
     assert step(model, 16, network=0.1e9).seconds["data-parallel, exposed"] > 1
+
+
+def test_layers_that_are_not_fused_wait_for_all_that_tensor_parallel_ranks_send():
+    hidden, grid = only(**{"tp_exposed": 0.0, "tp_exposed,_copies": 0.0}), f"{SMALL} --tensor-model-parallel-size 2 --sequence-parallel"
+    assert "tensor-parallel, exposed" not in step(f"{grid} --precision O3", 2, hidden).seconds
+    assert step(f"{grid} --precision bf16", 2, hidden).seconds["tensor-parallel, exposed"] > 0
