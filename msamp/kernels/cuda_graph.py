@@ -42,7 +42,9 @@ def capturing(
     """Context in which kernels are captured into `graph`, with scalars that it zeroes itself (`scalar_pool.captured`).
 
     The capture may fail, for example for lack of memory. The error's traceback then keeps `graph`, and NCCL waits at its end for graphs
-    with its collectives: the process would not end, and its message would not be seen. So `graph` is reset before the error leaves.
+    with its collectives: the process would not end, and its message would not be seen. So `graph` is reset before the error leaves. If a
+    collective is under way then, CUDA refuses to end the capture ("unjoined work"), and torch leaves its stream current: that error is not
+    the cause, and the stream is the caller's again.
 
     Args:
         graph: a new graph.
@@ -50,6 +52,8 @@ def capturing(
         stream: to capture on; None is one that `torch.cuda.graph` keeps for captures.
         watch: raises for what cannot be captured, before CUDA does.
     """
+    current = torch.cuda.current_stream()
+    failed: BaseException | None = None
     try:
         # Other threads may use CUDA meanwhile: data loading, writing of checkpoints, NCCL's watchdog.
         with (
@@ -57,10 +61,17 @@ def capturing(
             torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
             contextlib.nullcontext() if watch is None else watch,
         ):
-            yield
-    except BaseException:
+            try:
+                yield
+            except BaseException as error:
+                failed = error
+                raise
+    except BaseException as error:
+        torch.cuda.set_stream(current)
         graph.reset()
-        raise
+        if failed is None or failed is error:
+            raise
+        raise failed from failed.__cause__
 
 
 class HostReads(TorchDispatchMode):

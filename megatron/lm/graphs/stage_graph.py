@@ -29,9 +29,7 @@ this rank.
 The results equal eager steps bit for bit: the same work in the same order.
 """
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -163,15 +161,6 @@ class StageGraphs(Replays):
         if slot.input is not None and slot.input.grad is not None and chunk.grad_input is not None:
             chunk.grad_input.copy_(slot.input.grad)
             slot.input.grad = None
-
-    @contextlib.contextmanager
-    def _capturing(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                yield
-            finally:
-                graph.capture_end()
 
 
 class _Replayed(torch.autograd.Function):

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -40,6 +41,20 @@ def test_collectives_are_not_captured_with_expandable_segments(environment, rank
     monkeypatch.setattr(dist, "get_backend_config", lambda: backend)
     reason = None if captured else f"NCCL cannot register buffers with {next(iter(environment))}=expandable_segments:True"
     assert (unregistrable() or "").partition(" (set NCCL_GRAPH_REGISTER=0 too)")[0] == (reason or "")
+
+
+def test_an_error_in_a_capture_is_not_hidden_by_that_of_its_end(monkeypatch):
+    """48 layers of experts lacked memory while a collective was under way, and the run said "unjoined work"."""
+    graph, streams, unjoined = mock.Mock(), [], mock.MagicMock()
+    unjoined.__exit__.side_effect = RuntimeError("capturing stream has unjoined work")
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: unjoined)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the caller's")
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+    with pytest.raises(torch.OutOfMemoryError):
+        capture(graph, torch.OutOfMemoryError(), int)
+    with pytest.raises(RuntimeError, match="unjoined"), capturing(graph):
+        pass
+    assert (graph.reset.call_count, streams) == (2, ["the caller's"] * 2)
 
 
 @pytest.mark.gpu
