@@ -71,31 +71,34 @@ def _bars(axes: Any, groups: Mapping[str, Mapping[str, float]], label: str) -> N
 def _curves(all_axes: Any, numbers: Numbers) -> None:
     """Draw the curves of a reproduced table or figure, in panels with one scale.
 
-    numbers: `panels` (title -> curve's name -> x and y), `x` and `y` (labels), `log` (axes with a logarithmic scale: "", "x", "y" or "xy").
+    numbers: `panels` (title -> name -> x, y, and of a band lowest and highest), `x`, `y` (labels), `log` (logarithmic axes: "", "x", "xy").
     """
     panels: Mapping[str, Mapping[str, Sequence[Sequence[float]]]] = numbers["panels"]
-    several = len(panels) > 1
+    several, labelled = len(panels) > 1, [""]
     for axes, (title, drawn) in zip(all_axes, panels.items(), strict=True):
-        for number, (name, (xs, ys)) in enumerate(drawn.items()):
+        for number, (name, (xs, ys, *band)) in enumerate(drawn.items()):
             width, style = STYLES[number % len(STYLES)]
+            if band:
+                axes.fill_between(xs, *band, color=f"C{number % 10}", alpha=0.2, linewidth=0)
             axes.plot(xs, ys, label=name, linewidth=width, linestyle=style)
         axes.set(xlabel=numbers["x"], ylabel=numbers["y"])
         if several:
             axes.set_title(title, loc="left", fontsize=9)
-        if len(drawn) > 1:
+        if len(drawn) > 1 and labelled != (labelled := list(drawn)):  # else those of the panel above
             columns = 2 if max(map(len, drawn)) < LONG_NAME else 1
-            axes.legend(frameon=False, fontsize=9, **({} if several else {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": columns}))
+            place = {"fontsize": 8} if several else {"fontsize": 9, "loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": columns}
+            axes.legend(frameon=False, **place)
         axes.xaxis.get_major_locator().set_params(integer=True)
-        if max(x for xs, _ in drawn.values() for x in xs) >= 1e6:
+        if max(x for xs, *_ in drawn.values() for x in xs) >= 1e6:
             axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}M" if x else "0")
         if "x" in numbers["log"]:
             axes.set(xscale="log")
-            places = sorted({x for xs, _ in drawn.values() for x in xs})
+            places = sorted({x for xs, *_ in drawn.values() for x in xs})
             axes.set_xticks(places, [f"{x:g}" for x in places])
             axes.minorticks_off()
         if "y" in numbers["log"]:
             axes.set(yscale="log")
     if several:  # the first tenth of a training run would take most of a low panel
-        late = [y for drawn in panels.values() for xs, ys in drawn.values() for x, y in zip(xs, ys, strict=True) if x > xs[-1] / 10]
+        late = [y for drawn in panels.values() for xs, ys, *_ in drawn.values() for x, y in zip(xs, ys, strict=True) if x > xs[-1] / 10]
         margin = (max(late) - min(late)) / 20
         all_axes[0].set(ylim=(min(late) - margin, max(late) + margin))

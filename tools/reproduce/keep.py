@@ -96,10 +96,14 @@ def verdict(one: Entry, rows: Sequence[Row]) -> str:
 
 
 def loss_sentences(one: Entry, rows: Sequence[Row]) -> list[str]:
-    """Return a sentence on each pair of losses (`PairedDifference.sentence`)."""
-    return [
-        paired.sentence(run_of(base), run_of(other), curve=curve(run_of(base), rows)) for base, other, paired in loss_differences(one, rows)
-    ]
+    """Return a sentence on each pair of losses (`PairedDifference.sentence`), which says how many pairs are of runs of two commits."""
+    sentences = []
+    for base, other, paired in loss_differences(one, rows):
+        trees = [{row["seed"]: row["commit"] for row in rows if row["quantity"] == name} for name in (base, other)]
+        mixed = sum(trees[0][str(seed)] != trees[1][str(seed)] for seed in paired.seeds)
+        remark = f"; {mixed} of {len(paired.seeds)} pairs compare runs of two commits" if mixed else ""
+        sentences.append(paired.sentence(run_of(base), run_of(other), curve=curve(run_of(base), rows)) + remark)
+    return sentences
 
 
 def curve(run: str, rows: Sequence[Row]) -> list[tuple[float, float]]:

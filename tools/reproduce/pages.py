@@ -137,16 +137,17 @@ def commits() -> Iterator[tuple[str, list[str]]]:
 
 
 def curves(rows: Sequence[Row]) -> dict[str, list[list[float]]]:
-    """Return the curves of an entry: name -> x and y, of the first seed."""
-    lines: dict[str, list[list[float]]] = {}
-    first: dict[str, str] = {}
+    """Return the curves of an entry: name -> x and y; of several seeds x, mean, lowest and highest, where all have a value."""
+    lines: dict[str, dict[str, dict[float, float]]] = {}
     for row in (row for row in rows if row["x"]):
-        name = row["quantity"]
-        if row["seed"] == first.setdefault(name, row["seed"]):
-            xs, ys = lines.setdefault(name, [[], []])
-            xs.append(float(row["x"]))
-            ys.append(float(row["ours"]))
-    return lines
+        lines.setdefault(row["quantity"], {}).setdefault(row["seed"], {})[float(row["x"])] = float(row["ours"])
+    drawn = {}
+    for name, by_seed in lines.items():
+        first, *others = by_seed.values()
+        xs = [x for x in first if all(x in other for other in others)]
+        values = [[seed[x] for seed in by_seed.values()] for x in xs]
+        drawn[name] = [xs, *([ruled(each) for each in values] for ruled in ((fmean, min, max) if others else (fmean,)))]
+    return drawn
 
 
 def panels_of(drawn: Mapping[str, list[list[float]]]) -> dict[str, dict[str, list[list[float]]]]:

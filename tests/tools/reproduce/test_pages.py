@@ -44,6 +44,12 @@ def test_a_page_has_setting_and_limits_apart_and_ours_beside_the_papers(root):
     assert "a, curve" not in text
 
 
+def test_curves_of_several_seeds_have_a_mean_and_a_band_where_all_have_a_value(root):
+    rows = keep.read(root / keep.RESULTS / "collage-table6.csv")
+    assert pages.curves(rows) == {"a, curve": [[2], [5.5], [2], [9]]}
+    assert pages.curves(rows[:3]) == {"a, curve": [[1, 2], [3, 2]]}
+
+
 def test_the_largest_size_that_has_rows_is_shown(root):
     file = root / keep.RESULTS / "collage-table6.csv"
     keep.write(file, [*keep.read(file), ROW | {"size": "small", "piece": "beta2 0.99", "quantity": "a, ratio", "ours": "1.3"}])
@@ -77,6 +83,8 @@ def test_holds_is_refused_where_the_interval_of_a_loss_is_too_wide(tmp_path, los
     one = replace(ONE, verdict="holds", same_loss=(("bf16: loss", "O3: loss"),))
     rows = [ROW | {"quantity": name, "ours": str(loss), "seed": seed} for name, seeds in losses.items() for seed, loss in seeds.items()]
     keep.write(tmp_path / keep.RESULTS / "collage-table6.csv", rows)
+    last = keep.loss_sentences(one, [*rows[:-1], rows[-1] | {"commit": "89abcde"}])
+    assert last[0].endswith(f"; 1 of {len(losses['O3: loss'])} pairs compare runs of two commits")
     if holds:
         assert "O3: loss against bf16: loss" in pages.page(one, tmp_path)
     else:
