@@ -86,7 +86,7 @@ def initialize(
     describe their weights. A gradient is quantized once, after all micro-batches of the step have accumulated; run the backward of every
     micro-batch but the last under `optimizer.no_sync()`. Other matrices, such as embeddings and kernels of convolutions, keep their dtype
     and have BF16 gradients and the same moments. In FP32 they are their own masters; in BF16 they have a separate master in the table's
-    format. Norms and biases have FP32 gradients and states. No module is replaced; with `fuse`, decoder layers and norms of transformers
+    format. Norms and biases have FP32 gradients and states. No module is replaced; with `fuse`, layers, norms and GELUs of transformers
     become objects of a subclass of their class, and its loss becomes `causal_lm_loss`. Build the model with `msamp.LayerNorm`,
     `msamp.RMSNorm` and `msamp.Activation` to save their inputs in FP8 groups.
 

@@ -38,8 +38,8 @@ FAMILIES = {  # folder in transformers.models -> family
     "smollm3": Family("SmolLM3", window="attention", optional_rope=True),
 }
 _UNFUSED = {  # class of a layer -> why no layer of its kind is fused; further ones of transformers have no such function
-    "GPT2Block": "GPT-2's layers (one projection for QKV, GELU, dropout) have no fused functions here",
-    "Olmo2DecoderLayer": "OLMo2's norms follow the attention and the MLP, and the fused functions begin with a norm",
+    "GPT2Block": "GPT-2's layers (one projection for QKV, dropout) have no fused functions here; their GELU is one kernel",
+    "Olmo2DecoderLayer": "OLMo2's norms follow the attention and the MLP, and the fused functions begin with a norm; each is one kernel",
     "TransformerEncoderLayer": "torch's layers (attention in one module, dropout, norms before or after) have no fused functions here",
 }
 CACHES = ("cache", "past_key_values")  # the names of the cache of keys and values, since transformers 5.24 and before
@@ -59,6 +59,10 @@ _KNOWN = {  # part of a layer -> names that its forward may use; a mixture of ex
     "MLP": "down_proj act_fn gate_proj up_proj",
     "RMSNorm": "dtype to torch float32 pow mean rsqrt variance_epsilon weight",
 }
+_ALONE = {  # parts of layers that are not fused, of which one kernel computes each -> names that its forward may use
+    "transformers.activations.NewGELUActivation": "torch tanh math sqrt pi pow",
+    "transformers.models.olmo2.modeling_olmo2.Olmo2RMSNorm": _KNOWN["RMSNorm"],
+}
 _PARTS = (("Attention",), ("MLP", "SparseMoeBlock"), ("RMSNorm",), ("RMSNorm",))
 
 
@@ -76,6 +80,13 @@ def family_of(kind: Any) -> tuple[type, Family] | None:
         if family is not None and base.__qualname__ == f"{family.prefix}DecoderLayer":
             return base, family
     return None
+
+
+@functools.cache
+def known_alone(kind: Any) -> bool:
+    """Whether a class of transformers is a part of layers that are not fused, which one kernel computes."""
+    known = _ALONE.get(f"{kind.__module__}.{kind.__qualname__}")
+    return known is not None and set(inspect.unwrap(kind.forward).__code__.co_names) <= set(known.split())
 
 
 @functools.cache

@@ -11,8 +11,9 @@ subclass overrides `forward`:
 Each half is fused on its own, and decides so in every forward: a hook or an adapter inside a half, or a linear layer that is not in FP8,
 makes that half run its modules as they are; `msamp.survey` prints why. Experts run as they are (`msamp.nn.experts`); generation is unfused.
 
-The other RMSNorms of the model become one kernel each, and a model whose loss is transformers' `ForCausalLMLoss` gets `causal_lm_loss`,
-which makes no FP32 copy of the logits. Under autocast, GEMMs have results in its dtype, and the stream keeps its own.
+The other RMSNorms of the model, OLMo2's and GPT-2's GELU become one kernel each, and a model with fused layers whose loss is transformers'
+`ForCausalLMLoss` gets `causal_lm_loss`, which makes no FP32 copy of the logits. Under autocast, GEMMs have results in its dtype, and the
+stream keeps its own.
 
 `msamp.nn.decoder_families` is the table of what is known.
 """
@@ -25,9 +26,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from msamp.nn.block import Norm, hooks_of, wait_for_weights
-from msamp.nn.decoder_families import CACHES, Family, arguments_of, family_of, host_of, unrecognized
+from msamp.nn.decoder_families import CACHES, Family, arguments_of, family_of, host_of, known_alone, unrecognized
 from msamp.nn.gemm import LayerGemm
 from msamp.nn.layer_gains import MLP
 from msamp.nn.linear import FP8Linear
@@ -68,6 +70,14 @@ class FusedNorm(_Fused):
         if hidden_states.dtype != self.weight.dtype or hidden_states.dtype not in _DTYPES:
             return super().forward(hidden_states)  # type: ignore[no-any-return, misc]
         return NormFunction.apply(hidden_states, self.weight, None, self.variance_epsilon, True, AS_IT_IS)  # type: ignore[no-any-return]
+
+
+class FusedGELU(_Fused):
+    """transformers' GELU in tanh form, by one kernel in place of eight, rounded once; under autocast, where some are FP32, as it is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        autocast = torch.is_autocast_enabled(x.device.type)
+        return super().forward(x) if autocast else functional.gelu(x, approximate="tanh")  # type: ignore[no-any-return, misc]
 
 
 class FusedDecoderLayer(_Fused):
@@ -158,7 +168,7 @@ class FusedDecoderLayer(_Fused):
         return [(kind, [tuple(layer.scaling for layer in group) for group in half]) for kind, half in low.items() if half]
 
 
-_MIXINS = (FusedDecoderLayer, FusedNorm)
+_MIXINS = (FusedDecoderLayer, FusedNorm, FusedGELU)
 
 
 def _new(mixin: type, host: type) -> Any:
@@ -182,10 +192,10 @@ def fuse(model: nn.Module) -> list[nn.Module]:
     """
     layers = [module for module in model.modules() if not isinstance(module, FusedDecoderLayer) and unrecognized(module) == ""]
     norms = {host_of(type(layer.input_layernorm)) for layer in layers}
-    for module in model.modules() if layers else ():
+    for module in model.modules():
         host: Any = type(module)
-        if host in norms:
-            module.__class__ = _fused(FusedNorm, host)
+        if host in norms or known_alone(host):
+            module.__class__ = _fused(FusedNorm if hasattr(module, "variance_epsilon") else FusedGELU, host)
     for layer in layers:
         host = type(layer)
         layer.__class__ = _fused(FusedDecoderLayer, host)

@@ -13,21 +13,14 @@ import msamp
 from helpers import dist, hosts
 from helpers.late_weights import late
 from msamp.nn import decoder_families, decoder_layer
+from msamp.nn.linear import transposed_weights
 from msamp.numerics.metrics import sqnr_db
 
 transformers = hosts.need("transformers")
 SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 FAMILIES = {
     "llama": ("LlamaConfig", {"num_key_value_heads": 4}),
     "mistral": ("MistralConfig", {"sliding_window": 5}),
@@ -41,6 +34,10 @@ FAMILIES_OF_EXPERTS = {
     "qwen3_moe": ("Qwen3MoeConfig", MOE | {"moe_intermediate_size": 32, "head_dim": 16, "mlp_only_layers": [1]}),
     "olmoe": ("OlmoeConfig", MOE | {"num_key_value_heads": 4, "intermediate_size": 32}),
 }
+IN_PARTS = {  # layers of which single parts are fused -> as above, and how many parts
+    "gpt2": ("GPT2Config", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}, 2),
+    "olmo2": ("Olmo2Config", {}, 9),
+}
 every_family = pytest.mark.parametrize("family", FAMILIES)
 TOKENS = torch.randint(3, 96, (3, 16), generator=torch.Generator().manual_seed(0))
 PADDED = (torch.arange(16) < torch.tensor([[16], [9], [12]])).long()
@@ -48,7 +45,7 @@ PADDED = (torch.arange(16) < torch.tensor([[16], [9], [12]])).long()
 
 def build(family: str = "llama", dtype: torch.dtype = torch.bfloat16, **changes) -> nn.Module:
     torch.manual_seed(0)
-    kind, own = (FAMILIES | FAMILIES_OF_EXPERTS)[family]
+    kind, own, *_ = (FAMILIES | FAMILIES_OF_EXPERTS | IN_PARTS)[family]
     config = getattr(transformers, kind)(**{**SIZES, **own, **changes})
     return transformers.AutoModelForCausalLM.from_config(config).to(dtype)
 
@@ -66,7 +63,8 @@ def fused_halves(model: nn.Module) -> int:
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: p.grad.dequantize() if hasattr(p.grad, "held") else p.grad for n, p in model.named_parameters() if p.grad is not None}
+    found = {n: p.grad.dequantize() if hasattr(p.grad, "held") else p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return found | {n: found[n].t() for n in transposed_weights(model) if n in found}
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 3, **inputs) -> list[float]:
@@ -86,11 +84,12 @@ def no_worse(plain: torch.Tensor, fused: torch.Tensor, unfused: torch.Tensor, by
     return sqnr_db(plain, fused) > min(sqnr_db(plain, unfused) - by, 40.0)
 
 
-@pytest.mark.parametrize(("family", "level"), [*((family, "O3") for family in FAMILIES), ("qwen3", "O2")])
+@pytest.mark.parametrize(("family", "level"), [*((family, "O3") for family in FAMILIES | IN_PARTS), ("qwen3", "O2")])
 def test_forward_gradients_and_steps(family, level):
     plain = build(family, torch.float32)
     (fused, low), (unfused, other) = begin(build(family), level), begin(build(family), level, fuse=False)
-    assert (fused_halves(fused), fused_halves(unfused)) == (4, 0)
+    assert (fused_halves(fused), fused_halves(unfused)) == (4 * (family in FAMILIES), 0)
+    assert family in FAMILIES or sum(isinstance(part, decoder_layer._Fused) for part in fused.modules()) == IN_PARTS[family][2]
     for inputs in ({}, {"attention_mask": PADDED}):
         outputs = [model(input_ids=TOKENS, labels=TOKENS, **inputs) for model in (plain, fused, unfused)]
         logits = [output.logits[PADDED.bool()] for output in outputs]
@@ -153,7 +152,7 @@ def test_mixtures_of_experts(family):
     assert captured.obstacle is None
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", *IN_PARTS])
 def test_autocast(family):
     (fused, low), (unfused, other) = begin(build(family, torch.float32), "O2"), begin(build(family, torch.float32), "O2", fuse=False)
     with torch.autocast("cpu", torch.bfloat16):
@@ -169,7 +168,7 @@ def test_autocast(family):
         optimizer.step()
 
 
-@every_family
+@pytest.mark.parametrize("family", FAMILIES | IN_PARTS)
 def test_evaluation_and_generation(family):
     fused, unfused = begin(build(family, torch.float32))[0].eval(), begin(build(family, torch.float32), fuse=False)[0].eval()
     for inputs in ({"use_cache": False}, {}, {"attention_mask": PADDED.flip(-1)}):
@@ -313,17 +312,17 @@ def test_layers_that_compute_something_else_stay_as_they_are(monkeypatch):
 
 
 def test_the_survey_says_which_kinds_of_layers_are_not_fused():
-    sizes = {"vocab_size": 96, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
-    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-    olmo2, gemma = (
-        transformers.AutoModelForCausalLM.from_config(kind(**SIZES)) for kind in (transformers.Olmo2Config, transformers.GemmaConfig)
-    )
+    gpt2, olmo2, gemma = build("gpt2"), build("olmo2"), transformers.AutoModelForCausalLM.from_config(transformers.GemmaConfig(**SIZES))
     torchs = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128), 2)
     for model, why in ((gpt2, "GPT-2's"), (olmo2, "OLMo2's"), (gemma, "its family"), (torchs, "torch's")):
         found = msamp.survey(begin(model)[0])
         assert len(found.halves) == 4
         assert all(half.why.startswith(why) for half in found.halves)
         assert "0 of 4 halves of decoder layers (attention, MLP) run fused" in str(found)
+    copied = pickle.loads(pickle.dumps(gpt2)).transformer.h[0].mlp
+    assert type(copied.act) is type(gpt2.transformer.h[0].mlp.act)
+    decoder_layer.unfuse(copied)
+    assert type(copied.act) is transformers.activations.NewGELUActivation
 
 
 def test_the_survey_before_and_after():
