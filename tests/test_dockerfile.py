@@ -16,7 +16,6 @@ import pytest
 from megatron.lm.command import dispatch
 
 ROOT = Path(__file__).resolve().parents[1]
-PEERS = ("transformer-engine", "flash-attn")
 
 
 def instructions() -> dict[str, list[tuple[str, str]]]:
