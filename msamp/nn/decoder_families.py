@@ -82,7 +82,6 @@ def family_of(kind: Any) -> tuple[type, Family] | None:
     return None
 
 
-@functools.cache
 def known_alone(kind: Any) -> bool:
     """Whether a class of transformers is a part of layers that are not fused, which one kernel computes."""
     known = _ALONE.get(f"{kind.__module__}.{kind.__qualname__}")

@@ -11,7 +11,7 @@ subclass overrides `forward`:
 Each half is fused on its own, and decides so in every forward: a hook or an adapter inside a half, or a linear layer that is not in FP8,
 makes that half run its modules as they are; `msamp.survey` prints why. Experts run as they are (`msamp.nn.experts`); generation is unfused.
 
-The other RMSNorms of the model, OLMo2's and GPT-2's GELU become one kernel each, and a model with fused layers whose loss is transformers'
+The other RMSNorms of the model, OLMo2's and GPT-2's GELU become one kernel each, and such a model whose loss is transformers'
 `ForCausalLMLoss` gets `causal_lm_loss`, which makes no FP32 copy of the logits. Under autocast, GEMMs have results in its dtype, and the
 stream keeps its own.
 
@@ -199,7 +199,7 @@ def fuse(model: nn.Module) -> list[nn.Module]:
     for layer in layers:
         host = type(layer)
         layer.__class__ = _fused(FusedDecoderLayer, host)
-    models: Any = model.modules() if layers else ()
+    models: Any = model.modules() if any(isinstance(module, _Fused) for module in model.modules()) else ()
     for each in filter(computes_known_loss, models):
         each.loss_function = causal_lm_loss
     return layers
@@ -207,7 +207,8 @@ def fuse(model: nn.Module) -> list[nn.Module]:
 
 def computes_known_loss(model: nn.Module) -> bool:
     """Whether a model computes its loss by transformers' `ForCausalLMLoss`, which `causal_lm_loss` can replace."""
-    loss: Any = model.loss_function if getattr(model, "loss_type", None) == "ForCausalLM" else None
+    causal = getattr(model, "loss_type", "") in ("ForCausalLM", None) and hasattr(model, "lm_head")  # None: of GPT-2, by default the same
+    loss: Any = getattr(model, "loss_function", None) if causal else None
     known = (getattr(loss, "__module__", ""), getattr(loss, "__qualname__", "")) == _LOSS
     return known and " ".join(inspect.signature(loss).parameters) == _LOSS_ARGUMENTS
 

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import nn
 
+from msamp.nn.decoder_families import known_alone
 from msamp.nn.decoder_layer import FusedDecoderLayer, computes_known_loss, unrecognized, why_not_attention, why_not_mlp
 from msamp.nn.expert_layer import Experts, HostExperts
 from msamp.nn.filters import DEFAULT, Filter, why_refused
@@ -168,7 +169,8 @@ def decide(model: nn.Module, recipe: Recipe, accept: Filter, left_out: str = "")
             holders.append(Holder(name, sum(p.numel() for p in weights), why))
             low |= {id(module)} if not why and not in_fp8(module) else set()
     halves = tuple(Half(f"{name} {half}", why) for name, module in model.named_modules() for half, why in _halves(module, low))
-    taken = low and any(not half.why for half in halves) and any(map(computes_known_loss, model.modules()))
+    some = any(not half.why for half in halves) or any(known_alone(type(module)) for module in model.modules())
+    taken = low and some and any(map(computes_known_loss, model.modules()))
     fused_loss = bool(taken) or any(vars(module).get("_loss_function") is causal_lm_loss for module in model.modules())
     return Survey(tuple(holders), sum(p.numel() for p in model.parameters()), halves, fused_loss)
 
