@@ -38,8 +38,8 @@ FAMILIES = {  # folder in transformers.models -> family
     "smollm3": Family("SmolLM3", window="attention", optional_rope=True),
 }
 _UNFUSED = {  # class of a layer -> why no layer of its kind is fused; further ones of transformers have no such function
-    "GPT2Block": "GPT-2's layers (one projection for QKV, dropout) have no fused functions here; their GELU is one kernel",
-    "Olmo2DecoderLayer": "OLMo2's norms follow the attention and the MLP, and the fused functions begin with a norm; each is one kernel",
+    "GPT2Block": "GPT-2's layers (one projection for QKV, dropout) have no fused functions here",
+    "Olmo2DecoderLayer": "OLMo2's norms follow the attention and the MLP, and the fused functions begin with a norm",
     "TransformerEncoderLayer": "torch's layers (attention in one module, dropout, norms before or after) have no fused functions here",
 }
 CACHES = ("cache", "past_key_values")  # the names of the cache of keys and values, since transformers 5.24 and before

@@ -38,7 +38,7 @@ IN_PARTS = {  # layers of which single parts are fused -> as above, and how many
     "gpt2": ("GPT2Config", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}, 2),
     "olmo2": ("Olmo2Config", {}, 9),
 }
-every_family = pytest.mark.parametrize("family", FAMILIES)
+every_family = pytest.mark.parametrize("family", FAMILIES | IN_PARTS)
 TOKENS = torch.randint(3, 96, (3, 16), generator=torch.Generator().manual_seed(0))
 PADDED = (torch.arange(16) < torch.tensor([[16], [9], [12]])).long()
 
@@ -168,7 +168,7 @@ def test_autocast(family):
         optimizer.step()
 
 
-@pytest.mark.parametrize("family", FAMILIES | IN_PARTS)
+@every_family
 def test_evaluation_and_generation(family):
     fused, unfused = begin(build(family, torch.float32))[0].eval(), begin(build(family, torch.float32), fuse=False)[0].eval()
     for inputs in ({"use_cache": False}, {}, {"attention_mask": PADDED.flip(-1)}):
