@@ -26,10 +26,7 @@ OBSTACLES = {
     "dropout": ({"hidden_dropout": 0.1}, "dropout"),
     "recompute": ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, "recomputation"),
     "selective": ({"recompute_granularity": "selective", "precision": "bf16"}, "recomputation"),
-    "experts": (
-        EXPERTS | {"recompute_granularity": "selective", "precision": "O2"},
-        "recomputation",
-    ),
+    "experts": (EXPERTS | {"recompute_granularity": "selective", "precision": "O2"}, "recomputation"),
     "FP32 experts": (EXPERTS | {"precision": "fp32"}, "sizes that the host reads"),
     "narrow experts": (EXPERTS | {"precision": "bf16", "moe_ffn_hidden_size": 12}, "sizes that the host reads"),
     "owner": ({"grad_accum_on": "owner", "precision": "O2", "pipeline_model_parallel_size": 2, "num_layers": 4}, "in every micro-batch"),

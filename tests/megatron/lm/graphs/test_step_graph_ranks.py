@@ -31,8 +31,7 @@ def two(prefix: str, mode: str, name: str) -> tuple[list[float], list[Tensor]]:
     settings = tiny.replace(settings, logging=tiny.replace(settings.logging, metrics_file=str(file)))
     with tiny.trainer(settings) as made:
         made.run()
-        weights = tiny.bits(made.training.model.parameters())
-        main = torch.distributed.get_rank() == 0
+        weights, main = tiny.bits(made.training.model.parameters()), torch.distributed.get_rank() == 0
     return tiny.losses(tiny.read(file)) if main else [], weights
 
 
