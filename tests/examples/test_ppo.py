@@ -78,6 +78,7 @@ def test_a_run_repeats_and_is_a_row(ppo, toy, tmp_path, capsys, level):
     assert (weights, states, gradients) == pytest.approx({"O0": (2, 8, 4 / 3), "O3": (1.2, 3.35, 0.8)}[level], rel=0.02)
 
 
+@pytest.mark.nightly(6)
 def test_the_reward_rises(ppo, toy, capsys):
     with torch.random.fork_rng():
         assert ppo.main(words(toy, **{"opt-level": "O3", "train-iters": 12})) == 0

@@ -12,13 +12,9 @@ import pytest
 
 def interpret_faster(patch: pytest.MonkeyPatch) -> None:
     """Keep what the interpreter computes anew at each call or operation: where it put its functions, NumPy's dtypes, types of blocks."""
-    from triton.language.semantic import TritonSemantic
-
     _functions_once(patch)
     _dtypes_once(patch)
     _types_once(patch)
-    # It computes each sum, difference and product of integers again in INT64 for an assertion, which it leaves out: a third of its time.
-    patch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda *_: None)
 
 
 def _functions_once(patch: pytest.MonkeyPatch) -> None:
@@ -87,3 +83,5 @@ def _types_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tl.block_type, "__init__", block_type)
     patch.setattr(tl.tensor, "__init__", tensor)
     patch.setattr(TritonSemantic, "broadcast_impl_value", broadcast_impl_value)
+    # It computes each sum, difference and product of integers again in INT64 for an assertion, which it leaves out: a third of its time.
+    patch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda *_: None)
