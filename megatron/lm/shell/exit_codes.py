@@ -116,8 +116,8 @@ def _first_line(error: BaseException) -> str:
 
 def lacks_memory(error: BaseException) -> bool:
     """Return whether the error means that memory could not be allocated, on the host or a device."""
-    # Without importing torch for its exception type: a command that never imported it should not wait for it now.
-    named = type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error) or "not enough memory" in str(error)
+    # By the text: CUDA's own error, such as that of making a graph, has no type, and torch is not imported for the others'.
+    named = any(words in str(error) for words in ("out of memory", "allocate memory", "not enough memory"))
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and named)
 
 

@@ -22,7 +22,6 @@ ON_TWO: dict[str, dict[str, Any]] = {
     "O3 TP+SP gathered, FP8 sums": {"precision": "O3", **TP, "sequence_parallel": True, "tp_saved_input": "gathered", "tp_wire": "fp8"},
 }
 STEP_ONLY = {"O3 TP+SP copies": "O3 TP+SP"}  # case -> the one whose eager bits it has: a sum of two numbers is rounded once, whoever adds
-BY_MICRO_BATCH = ("O3", "O3 TP+SP")
 
 
 def two(prefix: str, mode: str, name: str) -> tuple[list[float], list[Tensor]]:
@@ -37,7 +36,7 @@ def two(prefix: str, mode: str, name: str) -> tuple[list[float], list[Tensor]]:
 
 def two_in_every_mode(prefix: str) -> dict[tuple[str, str], tuple[list[float], list[Tensor]]]:
     """In the same two processes: a fresh one takes a minute to import megatron-core on a cold machine. A run takes 2 to 4 s."""
-    modes = {"none": ON_TWO.keys() - STEP_ONLY.keys(), "micro-batch": BY_MICRO_BATCH, "step": ON_TWO.keys()}
+    modes = {"none": ON_TWO.keys() - STEP_ONLY.keys(), "micro-batch": ("O3", "O3 TP+SP"), "step": ON_TWO.keys()}
     return {(name, mode): two(prefix, mode, name) for mode, names in modes.items() for name in sorted(names)}
 
 

@@ -51,6 +51,7 @@ FORESEEN = {
     ),
     "memory": (MemoryError(), 1, r"error: out of memory \(MemoryError\): use a smaller model.*--dry-run.*\n"),
     "GPU memory": (torch.OutOfMemoryError("CUDA out of memory.\nTried"), 1, r"error: out of memory \(CUDA out of memory\.\): use .*\n"),
+    "GPU memory of a graph": (RuntimeError("CUDA error: out of memory\nSearch"), 1, r"error: out of memory \(CUDA error.*\): use .*\n"),
     "CPU memory": (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 1, "error: out of memory .*\n"),
     "store": (torch.distributed.DistNetworkError("refused\nstack"), 1, "error: refused: another process of this run has ended .*\n"),
     "gloo": (RuntimeError("[/x/gloo/transport/tcp/pair.cc:5] Connection closed by peer"), 1, "error: .*another process of this run.*\n"),
