@@ -19,7 +19,7 @@ from helpers.checkpoints import trained
 from megatron.lm.config import Config
 from msamp.numerics.recipe import GEMMS, by_name
 
-STEPS, SAVED, WINDOW = 16, 8, 10  # delayed scaling's window is filled after the save; FP16's loss scale falls before and after it
+STEPS, SAVED, WINDOW = 12, 6, 8  # delayed scaling's window is filled after the save; FP16's loss scale changes before and after it
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 GRIDS: dict[str, dict[str, Any]] = {
     "DP 2": {},  # at O3 with ZeRO
@@ -31,7 +31,7 @@ LEVELS = ("fp32", "fp16-amp", "bf16", *COLLAGE, "coat", "O1", "O2", "O3", "O3+co
 # Every recipe on one grid or another, and O3 on each.
 KILLED = [(level, grid) for i, level in enumerate(LEVELS) for j, grid in enumerate(GRIDS) if level == "O3" or i % len(GRIDS) == j]
 DEFAULT = [("collage-plus", "TP 2"), ("fp16-amp", "PP 2"), ("O3", "DP 2"), ("O3+muon", "DP 2"), ("bf16+sgd", "PP 2")]
-LOSS_SCALE = {"initial_loss_scale": 2.0**24, "loss_scale_window": 3}  # it falls before the save, and rises and falls after it
+LOSS_SCALE = {"initial_loss_scale": 2.0**21, "loss_scale_window": 3}  # it falls before the save, and rises and overflows after it
 Seen = dict[tuple[str, str], tuple[list[float], list[Tensor]]]
 
 
