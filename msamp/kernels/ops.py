@@ -83,7 +83,7 @@ def _unseen(x: object) -> bool:
         and (x.is_cuda or x.is_cpu)  # type: ignore[attr-defined]
         and not torch.is_grad_enabled()
         and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._is_tracing()
+        and not (torch._C._is_tracing() or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch))
     )
 
 

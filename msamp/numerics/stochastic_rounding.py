@@ -107,7 +107,7 @@ def round_stochastically(x: torch.Tensor, words: torch.Tensor, fmt: Format, *, s
     magnitude = x.abs()
     # Codes below `tiny` have the spacing of FP32 between `tiny` and 2 `tiny` after `shift` bits are dropped. BF16 has FP32's exponents, so
     # its codes below `tiny` need no offset.
-    base = (magnitude < fmt.tiny) * fmt.tiny if fmt.scaled and subnormals else 0.0
+    base = (magnitude < fmt.tiny).float() * fmt.tiny if fmt.scaled and subnormals else 0.0
     raised = (magnitude + base).view(torch.int32) + added
     rounded = (raised & -(1 << shift)).view(torch.float32) - base
     if not subnormals:

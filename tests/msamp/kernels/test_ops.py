@@ -157,6 +157,7 @@ def test_autograd_traces_and_tensors_that_are_not_plain_keep_the_dispatcher(devi
         assert not ops._unseen(ScalingTensor.quantize(x, E4M3))
         with Seen():
             assert not ops._unseen(x)
+        assert "msamp.amax" in torch.fx.experimental.proxy_tensor.make_fx(ops.amax, pre_dispatch=True)(x).code
 
 
 def test_a_cpu_tensor_gets_the_twin_and_a_gpu_one_triton():
