@@ -104,12 +104,12 @@ def prepare_model(model: nn.Module, level: OptLevel, keep_fp32: Keep = is_norm) 
 
 
 def _halve(module: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
-    """Cast the tensors of `module` itself to FP16; return the former values of its parameters."""
+    """Cast the tensors of `module` itself to FP16, but no rotary frequencies; return the former values of its parameters."""
     full: dict[torch.Tensor, torch.Tensor] = {p: p.data for p in module.parameters(recurse=False) if p.is_floating_point()}
     for p, values in full.items():
         p.data = values.half()
     for name, buffer in module.named_buffers(recurse=False):
-        if buffer.is_floating_point():
+        if buffer.is_floating_point() and not name.endswith("inv_freq"):  # transformers': angles 2 radians off at token 8,000
             setattr(module, name, buffer.half())
     if isinstance(module, nn.RNNBase):
         module.flatten_parameters()

@@ -126,10 +126,6 @@ def _check_model(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], 
                 f"{name} is {p.dtype}; recipe {recipe.name!r} requires a model in {' or '.join(map(str, dtypes))} "
                 f"({' or '.join(_CASTS[dtype] for dtype in dtypes)} before the optimizer is built)"
             )
-    for name, x in model.named_buffers():
-        if name.endswith("inv_freq") and x.itemsize == 2:  # transformers' after .bfloat16(): angles up to 15 radians off at token 8,000
-            fix = f"load the model with from_pretrained(dtype={x.dtype}) or cast its parameters alone, so that this buffer stays FP32"
-            raise ValueError(f"{name} is {x.dtype}, which rounds rotary angles by up to 1 in 512; {fix}")
     known = {id(p) for p in model.parameters()}
     given = [id(p) for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]]
     held = [each in known for each in given]
