@@ -47,7 +47,7 @@ def build(family: str = "llama", dtype: torch.dtype = torch.bfloat16, **changes)
     torch.manual_seed(0)
     kind, own, *_ = (FAMILIES | FAMILIES_OF_EXPERTS | IN_PARTS)[family]
     config = getattr(transformers, kind)(**{**SIZES, **own, **changes})
-    return transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)  # .to(dtype) would round rotary angles
 
 
 def begin(model: nn.Module, level: str = "O3", **options) -> tuple[nn.Module, torch.optim.Optimizer]:
