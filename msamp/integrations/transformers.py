@@ -11,6 +11,7 @@ the windows of delayed scaling restart.
 import contextlib
 import warnings
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import transformers
@@ -118,13 +119,10 @@ class Trainer(transformers.Trainer):
     def _micro_batches(self, batches: list[dict[str, Any]], items: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Run forward and backward of a step; return the loss, and the norm of the gradients before they were clipped."""
         model, losses = cast("CapturedStep", self._captured).model, []
-        self._prepare_inputs = lambda inputs: inputs  # type: ignore[method-assign]  # they are prepared; a method may not be idempotent
-        try:
+        with mock.patch.object(self, "_prepare_inputs", lambda inputs: inputs):  # they are prepared; a method may not be idempotent
             for number, inputs in enumerate(batches, 1):
                 with contextlib.nullcontext() if number == len(batches) else self.accelerator.no_sync(model):
                     losses.append(super().training_step(model, inputs, items))
-        finally:
-            del self._prepare_inputs
         norm = self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm or float("inf"))
         return torch.stack(losses).sum(), norm
 
