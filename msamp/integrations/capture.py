@@ -239,8 +239,8 @@ class CapturedStep:
         so that nothing new speaks for a capture."""
         changed = None if self._probe is None else self._probe.changed()
         if changed is not None and (self._graphs or not own):  # without graphs too: an eager step measures loaded states, a capture cannot
-            if self._graphs and changed is not WINDOWS:
-                self._say(f"{changed} changed since the step was captured; a step is eager, then one is captured again")
+            if changed is not WINDOWS:
+                self._say(f"{changed} changed since the last step; a step is eager, then one is captured")
             self.release()
         if changed is not None and changed is not WINDOWS and not own:
             self._check_parameters()
