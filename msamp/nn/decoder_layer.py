@@ -201,7 +201,7 @@ def fuse(model: nn.Module) -> list[nn.Module]:
         layer.__class__ = _fused(FusedDecoderLayer, host)
     models: Any = model.modules() if any(isinstance(module, _Fused) for module in model.modules()) else ()
     for each in filter(computes_known_loss, models):
-        each.loss_function = causal_lm_loss
+        each._loss_function = causal_lm_loss  # what the property of transformers returns, which a subclass may have made read-only
     return layers
 
 

@@ -124,7 +124,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits = logits.contiguous()
         parts = ops.softmax_parts(logits, labels, 0)
         largest, total, picked = parts
-        ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        ctx.hooked = torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         ctx.save_for_backward(logits.detach(), labels, weights, parts)
         known = (labels >= 0) & (labels < logits.shape[1])
         losses = torch.where(known, total.log() - (picked - largest), torch.nan)
