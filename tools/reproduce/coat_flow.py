@@ -34,15 +34,27 @@ class Flow:
     """What is in FP8.
 
     Attributes:
-        gemms: the operands of linear layers, and the gradients of their output; else BF16.
+        weights, inputs: the operands of linear layers; else BF16.
+        gradients: of the output of linear layers; else BF16.
         layers: what norms and SwiGLU read, and SiLU's output; else BF16.
     """
 
-    gemms: bool = False
+    weights: bool = False
+    inputs: bool = False
+    gradients: bool = False
     layers: bool = False
 
 
-FLOWS: Mapping[str, Flow] = MappingProxyType({"bf16": Flow(), "FP8 flow": Flow(gemms=True, layers=True), "FP8 GEMMs": Flow(gemms=True)})
+FLOWS: Mapping[str, Flow] = MappingProxyType(
+    {
+        "bf16": Flow(),
+        "FP8 flow": Flow(weights=True, inputs=True, gradients=True, layers=True),
+        "FP8 GEMMs": Flow(weights=True, inputs=True, gradients=True),
+        "FP8 operands": Flow(weights=True, inputs=True),
+        "FP8 weights": Flow(weights=True),
+        "FP8 gradients": Flow(gradients=True),
+    }
+)
 
 
 class _Rounded(torch.autograd.Function):
@@ -125,9 +137,11 @@ class Llama(nn.Module):
 
     def product(self, x: Tensor, name: str) -> Tensor:
         """Multiply with a linear layer's weight; the output is BF16."""
-        operand, gradient = (TENSOR, GRADIENT) if self.flow.gemms else (bf16, None)
-        y = F.linear(_Rounded.apply(x, operand, None), _Rounded.apply(self.linear[name], operand, None))
-        return _Rounded.apply(y, bf16, gradient)  # type: ignore[no-any-return]
+        flow, weight = self.flow, self.linear[name]
+        y = F.linear(
+            _Rounded.apply(x, TENSOR if flow.inputs else bf16, None), _Rounded.apply(weight, TENSOR if flow.weights else bf16, None)
+        )
+        return _Rounded.apply(y, bf16, GRADIENT if flow.gradients else None)  # type: ignore[no-any-return]
 
     def read(self, x: Tensor) -> Tensor:
         """Return what a norm or SwiGLU reads."""
