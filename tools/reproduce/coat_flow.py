@@ -13,7 +13,6 @@ AdamW's states are FP32 in all cases, so that only the flow differs.
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,16 +44,14 @@ class Flow:
     layers: bool = False
 
 
-FLOWS: Mapping[str, Flow] = MappingProxyType(
-    {
-        "bf16": Flow(),
-        "FP8 flow": Flow(weights=True, inputs=True, gradients=True, layers=True),
-        "FP8 GEMMs": Flow(weights=True, inputs=True, gradients=True),
-        "FP8 operands": Flow(weights=True, inputs=True),
-        "FP8 weights": Flow(weights=True),
-        "FP8 gradients": Flow(gradients=True),
-    }
-)
+FLOWS: Mapping[str, Flow] = {
+    "bf16": Flow(),
+    "FP8 flow": Flow(weights=True, inputs=True, gradients=True, layers=True),
+    "FP8 GEMMs": Flow(weights=True, inputs=True, gradients=True),
+    "FP8 operands": Flow(weights=True, inputs=True),
+    "FP8 weights": Flow(weights=True),
+    "FP8 gradients": Flow(gradients=True),
+}
 
 
 class _Rounded(torch.autograd.Function):
@@ -137,11 +134,9 @@ class Llama(nn.Module):
 
     def product(self, x: Tensor, name: str) -> Tensor:
         """Multiply with a linear layer's weight; the output is BF16."""
-        flow, weight = self.flow, self.linear[name]
-        y = F.linear(
-            _Rounded.apply(x, TENSOR if flow.inputs else bf16, None), _Rounded.apply(weight, TENSOR if flow.weights else bf16, None)
-        )
-        return _Rounded.apply(y, bf16, GRADIENT if flow.gradients else None)  # type: ignore[no-any-return]
+        operands = [(x, self.flow.inputs), (self.linear[name], self.flow.weights)]
+        y = F.linear(*(_Rounded.apply(operand, TENSOR if fp8 else bf16, None) for operand, fp8 in operands))
+        return _Rounded.apply(y, bf16, GRADIENT if self.flow.gradients else None)  # type: ignore[no-any-return]
 
     def read(self, x: Tensor) -> Tensor:
         """Return what a norm or SwiGLU reads."""

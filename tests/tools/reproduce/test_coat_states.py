@@ -103,15 +103,11 @@ def layer_outputs(flow: Flow) -> tuple[torch.Tensor, torch.Tensor]:
 def test_each_flow_rounds_more_than_the_one_before_it():
     plain, plain_grad = layer_outputs(FLOWS["bf16"])
     errors = []
-    for name in ("FP8 weights", "FP8 GEMMs", "FP8 flow"):
+    for name in ("FP8 gradients", "FP8 weights", "FP8 GEMMs", "FP8 flow"):
         scores, grad = layer_outputs(FLOWS[name])
         errors.append(float((scores - plain).norm() / plain.norm()))
         assert 0 < (grad - plain_grad).norm() / plain_grad.norm() < 0.5
-    assert 1e-3 < errors[0] < errors[1] < errors[2] < 0.3
-    assert layer_outputs(FLOWS["FP8 operands"])[0].equal(layer_outputs(FLOWS["FP8 GEMMs"])[0])
-    scores, grad = layer_outputs(FLOWS["FP8 gradients"])
-    assert scores.equal(plain)
-    assert not grad.equal(plain_grad)
+    assert errors[0] == 0 < 1e-3 < errors[1] < errors[2] < errors[3] < 0.3
 
 
 def test_the_residual_stream_and_the_outputs_of_linear_layers_are_bf16_and_what_layers_read_is_fp8(monkeypatch):
