@@ -148,6 +148,7 @@ class Entry:
             (`megatron.lm.evaluation.paired_difference`). Unless all of them hold, the verdict cannot be "holds". An entry with another
             verdict may name further pairs, whose intervals its page shows.
         axes: of the figure, if findings have an `x`.
+        drawn: words that the names of the figure's curves contain; all curves contain the empty ones.
         verdict: one of `VERDICTS`; the last for an entry without results. "not comparable": the run differs from the claim in a condition
             that decides the number. `BY_LOSSES` for a claim of equal losses alone, which `keep.verdict` judges for each baseline: "does
             not hold" if one of its pairs is above or below, "holds" if all hold, "holds in part" if some do, else "not shown".
@@ -169,6 +170,7 @@ class Entry:
     slow: bool = False
     same_loss: Sequence[Sequence[str]] = ()
     axes: Axes = STEPS
+    drawn: str = ""
     verdict: str = NOT_RUN
     judged: str = ""
     agree: str = ""

@@ -260,7 +260,6 @@ def row_of(finding: Finding, common: Mapping[str, Any]) -> Row:
     values = {"quantity": finding.quantity, "unit": finding.unit, "seed": "" if finding.seed is None else str(finding.seed)}
     values |= {"x": shown(finding.x), "ours": shown(finding.ours), "paper": shown(finding.paper)}
     elsewhere = any(name in finding.where for name in PLACE)
-    measured = (
-        {name: finding.where.get(name, "") for name in PLACE} if elsewhere else {}
-    )  # all of it from that result, or all from this machine
+    # all of it from that result, or all from this machine
+    measured = {name: finding.where.get(name, "") for name in PLACE} if elsewhere else {}
     return {name: {**common, **values, **measured}[name] for name in COLUMNS}

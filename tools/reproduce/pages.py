@@ -168,7 +168,6 @@ def figures() -> dict[str, Numbers]:
     """Return, for each entry with curves in its rows, the numbers of its figure."""
     numbers: dict[str, Numbers] = {}
     for name, one in ENTRIES.items():
-        drawn = curves(published(one)[1])
-        if drawn:
+        if drawn := {label: curve for label, curve in curves(published(one)[1]).items() if one.drawn in label}:
             numbers[name] = json.loads(json.dumps({"panels": panels_of(drawn)} | one.axes._asdict()))
     return numbers

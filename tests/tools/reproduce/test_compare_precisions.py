@@ -1,7 +1,6 @@
 """The table by hand, from trainings that only write metrics; what they are told, by the trainer's own parser."""
 
 import argparse
-import csv
 import json
 import subprocess
 import sys
@@ -12,7 +11,8 @@ import pytest
 
 from megatron.lm.config.cli import parse_args
 from megatron.lm.config.rules.training import schedule
-from tools.reproduce import compare_precisions
+from tools.docs import tables
+from tools.reproduce import compare_precisions, queries
 from tools.reproduce.compare_precisions import COLUMNS, Job, against_base, command, complete, train
 
 
@@ -22,8 +22,8 @@ def options(folder: Path, flags: str = "") -> argparse.Namespace:
 
 def metrics(job: Job, loss: float, speed: float) -> str:
     lines = [{"kind": "precision", "bytes_per_parameter": {"weight": 2.0, "m": 4.0}}]
-    lines += [{"kind": "train", "iteration": i, "loss": 5.0, "tokens_per_s": speed * i, "memory_gib": i} for i in (1, 2, 3)]
-    lines += [{"kind": "valid", "iteration": i, "loss": x} for i, x in ((job.steps // 2, 7.0), (job.steps, loss))]
+    lines += [{"kind": "train", "iteration": i, "tokens": i, "loss": 5.0, "tokens_per_s": speed * i, "memory_gib": i} for i in (1, 2, 3)]
+    lines += [{"kind": "valid", "iteration": i, "tokens": 10 * i, "loss": x} for i, x in ((job.steps // 2, 7.0), (job.steps, loss))]
     return "".join(json.dumps(line) + "\n" for line in lines)
 
 
@@ -38,9 +38,7 @@ def test_a_training_is_told_its_precision_seed_and_course(tmp_path: Path):
     assert (config.training.global_batch_size, config.training.eval_interval) == (4, 25)
 
 
-def test_the_table_by_hand_and_what_is_complete_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_table_by_hand_and_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     losses = {("bf16", 1234): 4.0, ("bf16", 1235): 4.2, ("O2", 1234): 4.3}
     started = []
 
@@ -53,8 +51,7 @@ def test_the_table_by_hand_and_what_is_complete_is_kept(
     arguments = ["--out", str(tmp_path), "--precisions", "bf16", "O2", "--seeds", "bf16=2", "--steps", "8"]
     assert compare_precisions.main(arguments) == 0
     assert started == ["bf16_0", "O2_0", "bf16_1"]
-    with (tmp_path / "precisions.csv").open() as stream:
-        first, second = csv.DictReader(stream)
+    first, second = tables.read(str(tmp_path / "precisions.csv"))
     assert [first[column] for column in COLUMNS] == ["bf16", "2", "4.1", "4.0", "4.2", "+0.00 %", "0.00 %", "250", "3", "6.0"]
     assert [second[column] for column in COLUMNS[:7]] == ["O2", "1", "4.3", "4.3", "4.3", "+7.50 %", ""]
     told = capsys.readouterr().out
@@ -75,17 +72,20 @@ def test_pairs_are_added_to_those_on_file_while_time_permits(tmp_path: Path, mon
     monkeypatch.setattr(compare_precisions, "command", pretend)
     first, second = tmp_path / "first", tmp_path / "second"
     arguments = ["--precisions", "bf16", "O3", "--seeds", "bf16=3", "O3=3", "--steps", "8", "--no-speed"]
-    monkeypatch.setattr(
-        compare_precisions.time, "monotonic", iter(range(0, 1000, 2)).__next__
-    )  # a run takes two seconds, and asking another two
+    clock = iter(range(0, 1000, 2)).__next__  # a run takes two seconds, and asking another two
+    monkeypatch.setattr(compare_precisions.time, "monotonic", clock)
     assert compare_precisions.main(["--out", str(first), *arguments, "--seconds", "9"]) == 1
     assert started == ["bf16_0", "O3_0"]
     assert compare_precisions.main(["--out", str(second), *arguments, "--on-file", str(first)]) == 0
     assert started[2:] == ["bf16_1", "O3_1", "bf16_2", "O3_2"]
-    with (second / "precisions.csv").open() as stream:
-        assert [row["seeds"] for row in csv.DictReader(stream)] == ["3", "3"]
-    with (second / "curves.csv").open() as stream:
-        assert {row["run"] for row in csv.DictReader(stream)} == {f"{name}_{k}" for name in ("bf16", "O3") for k in range(3)}
+    assert [row["seeds"] for row in tables.read(str(second / "precisions.csv"))] == ["3", "3"]
+    assert {row["run"] for row in tables.read(str(second / "curves.csv"))} == {f"{name}_{k}" for name in ("bf16", "O3") for k in range(3)}
+    monkeypatch.setitem(tables.FOLDERS, "reproduce", str(tmp_path))
+    monkeypatch.setitem(queries.QUERIES, "long_125m", queries.QUERIES["long_125m"] | {"folder": "reproduce/second"})
+    found = list(queries.findings("long_125m"))
+    assert next(one.ours for one in found if "mean" in one.quantity) == pytest.approx(100 / 3 * (0.1 / 8 + 0.1 / 9 + 0.1 / 10))
+    apart = [(one.seed, one.x, round(one.ours, 9)) for one in found if "held-out" in one.quantity]
+    assert apart == [(1234 + n, x, distance) for n in range(3) for x, distance in ((40, 0.0), (80, 0.1))]
 
 
 def test_without_a_baseline_of_every_seed_nothing_is_compared():
@@ -131,10 +131,8 @@ def test_every_visible_card_takes_its_share(tmp_path: Path, monkeypatch: pytest.
     assert compare_precisions.cards() == ["2", "5"]
 
     def note(job: Job, options: argparse.Namespace) -> list[str]:
-        text = (
-            f"import os, time; open({str(tmp_path / job.name)!r} + '.card', 'w').write(os.environ['CUDA_VISIBLE_DEVICES']); time.sleep(1)"
-        )
-        return [sys.executable, "-c", text]
+        write = f"open({str(tmp_path / job.name)!r} + '.card', 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"
+        return [sys.executable, "-c", f"import os, time; {write}; time.sleep(1)"]
 
     monkeypatch.setattr(compare_precisions, "command", note)
     jobs = [Job(precision="bf16", seed=seed, steps=8, name=f"bf16_{seed}") for seed in range(4)]
