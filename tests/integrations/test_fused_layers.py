@@ -314,11 +314,11 @@ def test_layers_that_compute_something_else_stay_as_they_are(monkeypatch):
 def test_the_survey_says_which_kinds_of_layers_are_not_fused():
     gpt2, olmo2, gemma = build("gpt2"), build("olmo2"), transformers.AutoModelForCausalLM.from_config(transformers.GemmaConfig(**SIZES))
     torchs = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128), 2)
-    for model, why in ((gpt2, "GPT-2's"), (olmo2, "OLMo2's"), (gemma, "its family"), (torchs, "torch's")):
+    own_loss = transformers.GPT2DoubleHeadsModel(gpt2.config)
+    for model, why in ((gpt2, "GPT-2's"), (own_loss, "GPT-2's"), (olmo2, "OLMo2's"), (gemma, "its family"), (torchs, "torch's")):
         before, found = msamp.survey(model), msamp.survey(begin(model)[0])
         assert before.fused_loss == found.fused_loss == (model in (gpt2, olmo2))
-        assert len(found.halves) == 4
-        assert all(half.why.startswith(why) for half in found.halves)
+        assert [half.why.startswith(why) for half in found.halves] == [True] * 4
         assert "0 of 4 halves of decoder layers (attention, MLP) run fused" in str(found)
     copied = pickle.loads(pickle.dumps(gpt2)).transformer.h[0].mlp
     assert type(copied.act) is type(gpt2.transformer.h[0].mlp.act)

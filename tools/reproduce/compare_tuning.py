@@ -36,17 +36,9 @@ def cases(args: argparse.Namespace) -> Iterator[list[str]]:
             data = [] if task == "grpo" else ["--data", str(getattr(args, task))]
             for rate in RATES[task]:
                 for level, dtype in LEVELS:
-                    shared = [
-                        "--load",
-                        str(args.load),
-                        "--seq-length",
-                        str(args.seq_length),
-                        "--steps",
-                        str(args.steps),
-                        "--seed",
-                        str(seed),
-                    ]
-                    yield [task, *data, *shared, "--opt-level", level, "--dtype", dtype, "--lr", rate, *FLAGS[task].split(), *args.more]
+                    shared = {"--load": args.load, "--seq-length": args.seq_length, "--steps": args.steps, "--seed": seed, "--lr": rate}
+                    words = [word for flag, value in shared.items() for word in (flag, str(value))]
+                    yield [task, *data, *words, "--opt-level", level, "--dtype", dtype, *FLAGS[task].split(), *args.more]
 
 
 def run(words: list[str], free: SimpleQueue[str]) -> dict[str, Any]:
