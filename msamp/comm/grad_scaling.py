@@ -94,12 +94,6 @@ def scales_of(proposals: torch.Tensor) -> torch.Tensor:
     return proposals.abs().nan_to_num(posinf=1.0)  # two launches per bucket, since |NOT_FINITE| is already 1
 
 
-def check_mu_rule(rule: str) -> None:
-    """Raise a ValueError if `rule` is not one of `MU_RULES`."""
-    if rule not in MU_RULES:
-        raise ValueError(f"mu rule {rule!r} is unknown; choose one of {', '.join(MU_RULES)}")
-
-
 def exceeds(counts: torch.Tensor, numel: torch.Tensor) -> torch.Tensor:
     """Return which tensors have more than max(1, 0.001 % of their elements) at the format's maximum.
 
@@ -147,7 +141,8 @@ class AutoScale:
     """
 
     def __init__(self, numel: Sequence[int], ranks: int, rule: str = "halve", device: torch.device | str = "cpu") -> None:
-        check_mu_rule(rule)
+        if rule not in MU_RULES:
+            raise ValueError(f"mu rule {rule!r} is unknown; choose one of {', '.join(MU_RULES)}")
         self.numel = torch.tensor(numel, dtype=torch.int64, device=device)
         self.ranks = ranks
         self.rule = rule

@@ -31,11 +31,9 @@ _EXACT = contextvars.ContextVar("exact", default=False)  # True disables the hoo
 
 def exact_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return `model.state_dict()` without the effect of `save_plain`: training resumes from it bit for bit."""
-    token = _EXACT.set(True)
-    try:
-        return model.state_dict()
-    finally:
-        _EXACT.reset(token)
+    context = contextvars.copy_context()
+    context.run(_EXACT.set, True)
+    return context.run(model.state_dict)
 
 
 def plain_state_dict(
@@ -100,9 +98,9 @@ def fp8_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save_plain(model: nn.Module, optimizer: LowPrecisionOptimizer | None = None) -> RemovableHandle:
-    """Make `model.state_dict()` return `plain_state_dict(model, optimizer)` from now on, so that everything that calls it saves plain
-    weights: `save_pretrained`, transformers' Trainer, accelerate, safetensors. `msamp.initialize` does this for models with
-    `save_pretrained`.
+    """Make `model.state_dict()` return `plain_state_dict(model, optimizer)` from now on, and the `state_dict()` of each part its share, so
+    that everything that calls it saves plain weights: `save_pretrained`, transformers' Trainer, accelerate, PEFT, safetensors.
+    `msamp.initialize` does this for models with `save_pretrained`.
 
     The model does not keep the optimizer alive; a copy of the model uses its own weights. Under ZeRO the masters are sharded and
     `state_dict` is called on one rank only, so it uses the FP8 weights: to save the masters call `plain_state_dict` on every rank.
@@ -110,24 +108,31 @@ def save_plain(model: nn.Module, optimizer: LowPrecisionOptimizer | None = None)
     Returns:
         A handle; its `remove()` restores the exact state dict.
     """
-    return model.register_state_dict_post_hook(_Plain(optimizer))
+    whole, *parts = (module._state_dict_hooks for module in model.modules())
+    handle = RemovableHandle(whole, extra_dict=parts)
+    whole[handle.id] = _Plain(optimizer)
+    for hooks in parts:
+        hooks[handle.id] = _Plain(optimizer, part=True)
+    return handle
 
 
 class _Plain:
-    """A `state_dict` hook that converts the state to the plain one."""
+    """A `state_dict` hook that converts the state to the plain one; that of a `part` only where the call began at it."""
 
-    def __init__(self, optimizer: LowPrecisionOptimizer | None = None) -> None:
-        self.optimizer = None if optimizer is None else weakref.ref(optimizer)
+    part = False
+
+    def __init__(self, optimizer: LowPrecisionOptimizer | None = None, part: bool = False) -> None:
+        self.optimizer, self.part = None if optimizer is None else weakref.ref(optimizer), part
 
     def __call__(self, model: nn.Module, state: dict[str, torch.Tensor], prefix: str, local_metadata: Any) -> None:
-        if _EXACT.get():
+        if _EXACT.get() or (self.part and next(iter(state._metadata)) != prefix[:-1]):  # type: ignore[attr-defined]
             return
         optimizer = None if self.optimizer is None else self.optimizer()
         masters = None if optimizer is None or optimizer.shard.ranks > 1 else masters_of(optimizer)
         _make_plain(model, state, prefix, masters or {})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"optimizer": None}
+        return {"optimizer": None, "part": self.part}
 
 
 def masters_of(optimizer: LowPrecisionOptimizer, *, everywhere: bool = False) -> dict[int, torch.Tensor] | None:

@@ -68,7 +68,8 @@ def all_of(*filters: Filter) -> Filter:
 
 # The LM head stays in 16 bits: its gradient has the widest range and its logits are the most sensitive. Adapters (`lora_A`, `lora_B`) do
 # too: they are small, and their library saves and merges them itself.
-DEFAULT: Filter = all_of(exclude_names(r"(^|\.)(lm_head|output_layer|embed_out)$", r"(^|\.)lora_"), min_features(16))
+_PEFT = r"(\.base_layer|\.original_module|\.modules_to_save\.[^.]+)?"  # what it names a layer that it adapts or copies
+DEFAULT: Filter = all_of(exclude_names(rf"(^|\.)(lm_head|output_layer|embed_out){_PEFT}$", r"(^|\.)lora_"), min_features(16))
 
 
 _SILU = ("SiLU", "SiLUActivation")  # torch's and transformers'

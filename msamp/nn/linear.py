@@ -138,7 +138,7 @@ class Loading(nn.Module):
                         state_dict[key] = ScalingTensor.quantize(given, own.format, dtype=own.dtype)
                 if not any(each.startswith(f"{prefix}scaling.") for each in state_dict):
                     channels = 0 if self.scaling.channels is None else self.scaling.channels.features
-                    fresh = LinearScaling(self.scaling.gemm, device=self.scaling.amax.device, channels=channels)
+                    fresh = LinearScaling(self.scaling.gemm, device=given.device, channels=channels)
                     state_dict |= fresh.state_dict(prefix=f"{prefix}scaling.")
         with loading():
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)

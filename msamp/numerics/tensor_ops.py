@@ -175,9 +175,11 @@ def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> A
 
 @_on(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default, aten.rand_like.default)
 def _plain_like(func: Any, x: "ScalingTensor", *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
-    """Return a plain tensor of the outer dtype, as optimizers expect when they create a state or buffer for a parameter."""
+    """Return a plain tensor of the outer dtype, as optimizers expect of a state or buffer; one of the format for `model.to_empty`."""
     device = kwargs.pop("device", None) or x.device
     kwargs.pop("pin_memory", None)
+    if func is aten.empty_like.default and KEEPING.get():
+        return _like(x, func(x.payload, device=device), func(x.scale_inv, device=device))
     return func(torch.empty(x.shape, dtype=dtype or x.dtype, device=device), *args, **kwargs)
 
 
@@ -295,17 +297,13 @@ def _scale_(func: Any, x: Any, factor: Any) -> Any:
     return _changed(x)
 
 
-@_on(aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar, aten._foreach_div_.Tensor, aten._foreach_div_.Scalar)
-def _scale_all_(func: Any, xs: Any, factor: Any) -> None:
-    """Apply `_scale_` to each."""
+@_on(
+    aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar, aten._foreach_div_.Tensor, aten._foreach_div_.Scalar, aten._foreach_zero_.default
+)
+def _each_(func: Any, xs: Any, *factor: Any) -> None:
+    """Apply `_scale_` or `_zero_` to each."""
     for x in xs:
-        (x.mul_ if func in (aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar) else x.div_)(factor)
-
-
-@_on(aten._foreach_zero_.default)
-def _zero_all_(func: Any, xs: Any) -> None:
-    for x in xs:
-        x.zero_()
+        getattr(x, func._opname.removeprefix("_foreach_"))(*factor)
 
 
 @_on(aten._foreach_copy_.default)

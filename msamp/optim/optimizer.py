@@ -300,7 +300,6 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         self.update()
-        torch.clear_autocast_cache()  # or plain layers go on with casts of the old weights, in one autocast block around several steps
         return loss
 
     def update(self) -> None:
@@ -363,7 +362,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def _table(self) -> Tables:
-        device = self.param_groups[0]["params"][0].device
+        device = self._params()[0].device
         if self._tables is None or self._tables.device != device:
             self._tables = Tables(device)
         return self._tables

@@ -21,17 +21,21 @@ class Net(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-def adapted(order: str, rank: int = 16, level: str = "O2") -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A network with adapters, made low-precision before or after they came, and trained for some steps."""
+def adapted(order: str, trained: list[str] | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A network with adapters, and `trained` layers, made low-precision before or after they came, and trained for some steps."""
     torch.manual_seed(0)
-    model, config = Net(), peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=["up", "down"])
+    model, config = (
+        Net(),
+        peft.LoraConfig(r=16, lora_alpha=16, target_modules=["up"] if trained else ["up", "down"], modules_to_save=trained),
+    )
     if order == "initialize first":
-        model = msamp.initialize(model, opt_level=level)[0]
+        model = msamp.initialize(model, opt_level="O2")[0]
+        msamp.save_plain(model)
         model = peft.get_peft_model(model, config)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     else:
         model = peft.get_peft_model(model, config)
-        model, optimizer = msamp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), level)
+        model, optimizer = msamp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), "O2")
     x = torch.randn(32, 32)
     losses = []
     for _ in range(8):
@@ -81,8 +85,9 @@ def test_a_merge_can_be_taken_back():
 
 
 @both_orders
-def test_adapters_are_saved_and_loaded(order, tmp_path):
-    model, _ = adapted(order)
+@pytest.mark.parametrize("trained", [None, ["down"]])
+def test_adapters_are_saved_and_loaded(order, trained, tmp_path):
+    model, _ = adapted(order, trained)
     model.save_pretrained(tmp_path)
     torch.manual_seed(0)
     plain = peft.PeftModel.from_pretrained(Net(), tmp_path)

@@ -106,7 +106,8 @@ def take_options(param_group: dict[str, Any], defaults: Mapping[str, Any]) -> se
     Raises:
         ValueError: if a number is out of range, or the group has an option that none of its updates accepts.
     """
-    chosen, usual = updates_of(param_group), by_name(defaults["formats"].update).options().keys()
+    own = by_name(defaults["formats"].update)
+    chosen, usual = updates_of(param_group) or [own], own.options().keys()  # a group without parameters has no update
     foreign = usual - {name for update in chosen for name in update.options()}
     if foreign & param_group.keys():
         names, given = ", ".join(update.name for update in chosen), ", ".join(sorted(foreign & param_group.keys()))

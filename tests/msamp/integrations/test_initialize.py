@@ -65,6 +65,7 @@ def test_what_has_become_of_the_model(level):
 def test_param_groups_are_mapped(level, cls):
     model = mlp()
     groups = [
+        {"params": []},  # as transformers' Trainer makes one of what does not decay, beside LoRA adapters
         {"params": [model[0].weight, model[0].bias], "lr": 1e-3, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3},
         {"params": [model[3].weight]},
         {"params": [model[2].weight, model[2].bias], "weight_decay": 0.0},
@@ -73,14 +74,15 @@ def test_param_groups_are_mapped(level, cls):
     keys = ("lr", "betas", "eps", "weight_decay", "decoupled")
     first = (1e-3, (0.8, 0.9), 1e-6, 0.3, cls is torch.optim.AdamW)
     found = [({id(p) for p in g["params"]}, tuple(g[k] for k in keys)) for g in optimizer.param_groups]
-    assert found == [
+    assert found[1:] == [
         ({id(low[0].weight), id(low[0].bias)}, first),
         ({id(low[3].weight)}, (5e-4, (0.9, 0.999), 1e-8, 0.1, first[-1])),
         ({id(low[2].weight), id(low[2].bias)}, (5e-4, (0.9, 0.999), 1e-8, 0.0, first[-1])),
     ]
     formats = [g["formats"] for g in optimizer.param_groups]
     states, fp32 = format_names(recipe.by_name(level).states), format_names(recipe.FP32_STATES)
-    assert formats == [[states, fp32], states, fp32]
+    assert formats == [[], [states, fp32], states, fp32]
+    train(low, optimizer, 1)
 
 
 @pytest.mark.parametrize("scheduler", [
@@ -170,15 +172,17 @@ def test_saved_with_weights_only_and_loaded_it_goes_on_bit_for_bit(level):
     assert train(low, optimizer, 5, seed=7).equal(train(other, other_optimizer, 5, seed=7))
 
 
-def test_autocast_around_the_loop():
-    """torch keeps its casts of FP32 weights, here of the first layer, to the end of the outermost block."""
+def test_autocast_in_the_loop():
     model = mlp()
-    low, optimizer = msamp.initialize(model, adamw(model), accept=lambda name, _: name != "0")
-    with torch.autocast("cpu", torch.bfloat16):
-        losses = train(low, optimizer, 25)
-        within = low(torch.ones(16, 64))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(low(torch.ones(16, 64)), within)
+    low, optimizer = msamp.initialize(model, adamw(model))
+    losses = []
+    for x, y in batches(25):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = (low(x).float() - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
 
 

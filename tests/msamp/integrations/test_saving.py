@@ -73,14 +73,18 @@ def test_a_plain_state_of_another_dtype_is_rounded_once_from_the_masters(level):
 
 
 @every_level
-def test_a_converted_model_loads_a_plain_state_and_its_scales_start_anew(level):
+@pytest.mark.parametrize("way", ["copied", "assigned to meta", "copied to what to_empty left"])
+def test_a_converted_model_loads_a_plain_state_and_its_scales_start_anew(level, way):
     model, _ = trained(level)
     source = plain_model()
     with torch.no_grad():
         for p in source.parameters():
             p.mul_(2)
     assert model[2][0].scaling.seen == 2
-    model.load_state_dict(source.state_dict(), strict=True)
+    if way != "copied":
+        model = copy.deepcopy(model).to("meta")
+        model = model.to_empty(device="cpu") if "to_empty" in way else model
+    model.load_state_dict(source.state_dict(), strict=True, assign="meta" in way)
     assert (int(model[2][0].scaling.seen), model[2][0].scaling.steps) == (0, 0)
     want = ScalingTensor.quantize(source[2][0].weight.detach(), model[2][0].weight.format)
     assert torch.equal(model[2][0].weight.detach(), want)
@@ -119,8 +123,9 @@ def test_a_model_that_saves_plain_says_so_until_it_is_told_otherwise():
     want = plain_state_dict(model, optimizer)
     assert list(state) == list(plain_model().state_dict())
     assert all(state[key].equal(want[key]) for key in want)
-    wrapped = nn.ModuleDict({"inner": model}).state_dict()
+    wrapped, parts = nn.ModuleDict({"inner": model}).state_dict(), [model[2].state_dict(prefix="2."), model[2][0].state_dict(prefix="2.0.")]
     assert list(wrapped) == [f"inner.{key}" for key in want]
+    assert all(len(part) > 1 and all(x.equal(want[key]) for key, x in part.items()) for part in parts)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert list(other.state_dict()) == list(want)
     del optimizer

@@ -291,6 +291,6 @@ def test_all_of_wants_every_filter():
     assert accepted(all_of())
 
 
-@pytest.mark.parametrize("name", ["lm_head", "output_layer", "model.lm_head", "gpt_neox.embed_out"])
+@pytest.mark.parametrize("name", ["lm_head", "output_layer", "gpt_neox.embed_out", "lm_head.base_layer", "lm_head.modules_to_save.x"])
 def test_by_default_the_lm_head_stays(name):
     assert not accepted(DEFAULT, name)

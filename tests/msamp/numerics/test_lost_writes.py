@@ -22,45 +22,23 @@ def pair(fmt, dtype=torch.float32) -> tuple[ScalingTensor, ScalingTensor]:
     return tuple(ScalingTensor.quantize(x.to(dtype), fmt) for x in (values, values + steps))
 
 
-def by_data(k, q, m):
-    k.data = k.data * m + q.data * (1 - m)
+WRITES = {
+    "data": lambda k, q, m: setattr(k, "data", k.data * m + q.data * (1 - m)),
+    "copy": lambda k, q, m: k.copy_(k * m + q * (1 - m)),
+    "copy into data": lambda k, q, m: k.data.copy_(k.data * m + q.data * (1 - m)),
+    "lerp": lambda k, q, m: k.lerp_(q, 1 - m),
+    "foreach": lambda k, q, m: torch._foreach_lerp_([k], [q], 1 - m),
+    "sub": lambda k, q, m: k.sub_((1 - m) * (k - q)),
+    "mul and add": lambda k, q, m: k.mul_(m).add_(q, alpha=1 - m),
+}
 
 
-def by_copy(k, q, m):
-    k.copy_(k * m + q * (1 - m))
-
-
-def by_data_copy(k, q, m):
-    k.data.copy_(k.data * m + q.data * (1 - m))
-
-
-def by_lerp(k, q, m):
-    k.lerp_(q, 1 - m)
-
-
-def by_foreach(k, q, m):
-    torch._foreach_lerp_([k], [q], 1 - m)
-
-
-def by_sub(k, q, m):
-    k.sub_((1 - m) * (k - q))
-
-
-def by_mul_and_add(k, q, m):
-    k.mul_(m).add_(q, alpha=1 - m)
-
-
-@each_value(
-    fmt=[E4M3, FP16],
-    m=[0.999, 0.9999],
-    dtype=[torch.float32, torch.bfloat16],
-    write=[by_data, by_copy, by_data_copy, by_lerp, by_foreach, by_sub, by_mul_and_add],
-)
+@each_value(fmt=[E4M3, FP16], m=[0.999, 0.9999], dtype=[torch.float32, torch.bfloat16], write=list(WRITES))
 def test_a_moving_average_in_few_bits_warns(write, dtype, m, fmt):
     k, q = pair(fmt, dtype)
     with LOST:
         for _ in range(2):  # the first write in BF16 rounds the finer values that stand there
-            write(k, q, m)
+            WRITES[write](k, q, m)
 
 
 @FORMATS
