@@ -70,6 +70,15 @@ def test_the_average_is_the_weighted_mean_of_their_ranks(copies: int, shard: boo
         assert count == each * torch.Size(SHAPES[name]).numel(), name
 
 
+def test_what_nobody_averages_needs_no_stream():
+    model = model_of(SHAPES)
+    sync = synced(model, others=OtherRanks(Peers(None, WireBytes()), [model["fp32_expert"]], 0.5))
+    sync.sender._stream = object()
+    for bucket in sync.buckets:
+        with sync.sender._on_stream(bucket):
+            pass
+
+
 def test_what_is_refused():
     model = model_of(SHAPES)
     alone = Peers(None, WireBytes())
