@@ -144,7 +144,6 @@ def _check_model(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], 
             f"{held.count(False)} of the optimizer's {len(held)} parameters are not in this model, so their gradients would not be "
             "averaged over the ranks; build one optimizer per model"
         )
-
     left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in set(given)]
     if left and any(type(each).__name__ == "Muon" for each in optimizers):  # Muon only supports matrices
         raise ValueError(

@@ -68,8 +68,7 @@ def plain_weights(model: nn.Module, masters: Mapping[int, torch.Tensor]) -> Iter
 
     masters: `masters_of` the optimizer.
     """
-    transposed, names = transposed_weights(model), defaultdict(list)
-    joined = joined_weights(model)
+    transposed, joined, names = transposed_weights(model), joined_weights(model), defaultdict(list)
     within = {part for parts in joined.values() for part in parts}
     for name, p in model.named_parameters(remove_duplicate=False):
         if p.is_floating_point() and name not in within:

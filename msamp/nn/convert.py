@@ -143,6 +143,9 @@ def carry_out(
             parent.activation_relu_or_gelu = 0
         if isinstance(parent, nn.TransformerEncoder) and any(isinstance(m, Loading) for m in parent.modules()):
             parent.use_nested_tensor = False
+        if type(getattr(parent, "base_layer", None)) is FP8Conv1D:  # PEFT adapts a weight that was [in, out] and is [out, in] now
+            for part in (part for part in parent.modules() if hasattr(part, "fan_in_fan_out")):
+                part.fan_in_fan_out = False  # type: ignore[assignment]
     return divided
 
 

@@ -233,12 +233,7 @@ _READING = (
     *("index", "index_select", "masked_select", "gather", "take", "item", "_local_scalar_dense", "_linalg_svd", "_linalg_eigh"),
     *("linalg_qr", "linalg_cholesky_ex", "linalg_inv_ex", "cdist", "_unique2", "is_nonzero", "masked_fill", "index_put", "where"),
 )
-
-
-@_on(*_overloads(*_READING))
-def _read(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the operation on the dequantized values, in the outer dtype."""
-    return _computed(func, *args, **kwargs)
+_on(*_overloads(*_READING))(_computed)
 
 
 @_on(aten.cat.default, aten.stack.default)

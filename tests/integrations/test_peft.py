@@ -6,16 +6,17 @@ from torch import nn
 
 import msamp
 from helpers import dist, host_loops, hosts
-from msamp.nn.linear import FP8Linear
+from msamp.nn.linear import FP8Conv1D, FP8Linear
 from msamp.numerics.metrics import sqnr_db
 
-peft = hosts.need("peft")
+peft, transformers = hosts.need("peft"), hosts.need("transformers")
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.up, self.down = nn.Linear(32, 64), transformers.pytorch_utils.Conv1D(32, 64)
+        self.down.weight.data.mul_(5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.relu(self.up(x)))
@@ -54,7 +55,7 @@ both_orders = pytest.mark.parametrize("order", ["initialize first", "adapters fi
 @both_orders
 def test_the_base_is_fp8_and_the_adapters_are_not(order):
     model, _ = adapted(order)
-    assert [name for name, m in model.named_modules() if type(m) is FP8Linear] == [
+    assert [name for name, m in model.named_modules() if isinstance(m, FP8Linear)] == [
         "base_model.model.up.base_layer",
         "base_model.model.down.base_layer",
     ]
@@ -70,7 +71,7 @@ def test_adapters_merge_into_the_base(order, safe):
     weight = model.base_model.model.up.base_layer.weight.dequantize()
     delta = model.base_model.model.up.get_delta_weight("default").detach()
     merged = model.merge_and_unload(safe_merge=safe)
-    assert [type(m) for m in (merged.up, merged.down)] == [FP8Linear] * 2
+    assert [type(m) for m in (merged.up, merged.down)] == [FP8Linear, FP8Conv1D]
     assert torch.allclose(merged.up.weight.dequantize(), weight + delta, rtol=1e-3, atol=1e-5)
     assert sqnr_db(want, merged(x)) > 20
     assert list(msamp.plain_state_dict(merged)) == list(Net().state_dict())
