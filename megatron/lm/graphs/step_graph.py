@@ -24,6 +24,7 @@ from msamp.nn.expert_layer import has_grouped_kernel
 from msamp.nn.expert_matrices import one_cast_per_step
 from msamp.parallel.greedy_zero import ZeRO
 
+GATHERS_AHEAD = 3  # buckets of weights that a forward's graph gathers before it reads the first
 FIRST, MIDDLE, LAST, ONLY = "first", "middle", "last", "only"  # positions of a micro-batch in a step
 
 
@@ -76,9 +77,9 @@ class StepGraphs(Replays):
     The first micro-batch of a step clears the gradients, the last sends them, those between only accumulate: up to three graphs, and one of
     the update, each captured at its first use.
 
-    In mode "step" with `--overlap-param-gather`, under ZeRO, the first graph starts to gather the weights of the update before, and each
-    module waits for its own, as in eager steps: the all-gather overlaps with the forward. The graph gathers them also where something has
-    gathered them before it, such as an evaluation; that changes no bit.
+    In mode "step" with `--overlap-param-gather`, under ZeRO, the first graph starts to gather the weights of the update before, a few
+    buckets ahead of the modules that wait for them: the all-gather overlaps with the forward. The graph gathers them also where
+    something has gathered them before it, such as an evaluation; that changes no bit.
     """
 
     def __init__(self, training: Training, mode: str) -> None:
@@ -117,7 +118,7 @@ class StepGraphs(Replays):
         if place in (FIRST, ONLY):
             sync.clear()
         if zero is not None:
-            zero.start_gather()
+            zero.start_gather(GATHERS_AHEAD)
         with contextlib.nullcontext() if place in (LAST, ONLY) else sync.no_sync():
             mean, sums = micro_batch_loss(self.training, self._inputs.batch)
             if zero is not None:

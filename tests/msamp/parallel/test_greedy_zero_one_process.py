@@ -23,16 +23,17 @@ def test_a_synchroniser_that_does_not_shard_is_refused():
 
 
 def test_deferred_weights_are_gathered_by_wait_and_not_read_before():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    sync = grad_sync(model, dict.fromkeys(model.parameters(), FP32), shard=True)
-    shard, sent = ZeRO(sync), []
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    sync = grad_sync(model, dict.fromkeys(model.parameters(), FP32), shard=True, bucket_elements=20)
+    sent: list[str] = []
 
     def all_gather(own: torch.Tensor, sizes: list[int], what: str) -> torch.Tensor:
         sent.append(what)
         sync.sent.add("weight", "all-gather", own.nbytes)
         return own
 
-    sync.sender.peers, shard.ranks = SimpleNamespace(ranks=2, rank=0, all_gather=all_gather), 2  # type: ignore[assignment]
+    sync.sender.peers = SimpleNamespace(ranks=2, rank=0, all_gather=all_gather)  # type: ignore[assignment]
+    shard = ZeRO(sync)
     versions = [p._version for p in model.parameters()]
     with shard.deferring():
         shard.send_weights({})
@@ -53,6 +54,11 @@ def test_deferred_weights_are_gathered_by_wait_and_not_read_before():
     assert not shard.deferred
     assert len(sent) == 2 * len(sync.buckets)
     assert sync.sent.total("weight") > 0
+    whole = sent[3:]
+    sent.clear()
+    for act, count in ((lambda: shard.start_gather(ahead=1), 1), (lambda: model[0](torch.ones(1, 4)), 2), (shard.wait, 3)):
+        act()
+        assert sent == whole[:count]
 
 
 def test_a_parameter_unknown_to_the_synchroniser_is_refused_and_nothing_changes():
@@ -85,17 +91,13 @@ def watch(model: nn.Module) -> set[str]:
     return {str(bucket) for bucket in sync.buckets}
 
 
-def test_a_module_waits_for_its_own_weights(watched):
-    model, _, waited = watched
-    model.linear1(torch.ones(1, 16))
-    assert waited == {"linear1.weight", "linear1.bias"}
-
-
-def test_a_module_waits_for_the_weights_that_it_takes_from_its_children(watched):
+def test_a_module_waits_for_its_own_weights_and_those_that_it_takes_from_its_children(watched):
     """nn.MultiheadAttention reads its projection's weight without calling the projection."""
     model, events, waited = watched
-    x = torch.ones(1, 3, 16)
-    model.self_attn(x, x, x)
+    model.linear1(torch.ones(1, 16))
+    assert waited == {"linear1.weight", "linear1.bias"}
+    waited.clear()
+    model.self_attn(*[torch.ones(1, 3, 16)] * 3)
     assert waited == {name for name in events if name.startswith("self_attn")}
 
 
