@@ -85,8 +85,8 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 12
 def on_gpus(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """`run` over NCCL, a GPU for each rank; of all calls on this machine one at a time has the GPUs, while others start their processes.
 
-    Beside another's, a kernel of NCCL waits on each card for its time slice: tests took about as many times longer as there were of them,
-    and two runs of the whole ended among graphs that take longest. Starting processes, which imports take most of, needs no GPU.
+    Beside another's, a kernel of NCCL waits on each card for its time slice: tests took about as many times longer as there were of them.
+    Starting processes, which imports take most of, needs no GPU; a single process waits for no other, and compiles for most of its time.
     """
     return run(fn, world_size, *args, timeout=GPU_SECONDS, init=False, gpus=True)
 
@@ -258,7 +258,8 @@ def _call(call: _Call, rank: int) -> Any:
         faulthandler.cancel_dump_traceback_later()
         if rank == 0:
             Path(call.folder, "queued").touch()
-            fcntl.flock(os.open(CARDS_LOCK, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)  # until this process ends
+            if call.ranks > 1:
+                fcntl.flock(os.open(CARDS_LOCK, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)  # until this process ends
             cards.touch()
         while not cards.exists():
             time.sleep(0.02)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -114,23 +115,42 @@ def synchronizer(model: torch.nn.Module, settings: Config, recipe: Recipe, **mor
     return build_grad_sync(model, settings.communication, recipe, **given, **more)
 
 
+_kept: dict[Any, set[torch.distributed.ProcessGroup]] = {}  # grid over NCCL -> its groups, of the last run alone
+
+
 @contextlib.contextmanager
 def started(settings: Config) -> Iterator[None]:
-    """Process groups, device and seeds of a run; on a CPU, in the CPU home. A default process group that is there already stays."""
-    before = set(_groups())
+    """Process groups, device and seeds of a run; on a CPU, in the CPU home. A default process group that is there already stays, and over
+    NCCL the groups of the grid, for the next run of it: of 2 to 3 s that a run over two GPUs took, communicators took nearly all."""
+    before, grid, parallel = set(_groups()), None, settings.parallel
+    if before and torch.distributed.get_backend() == "nccl":
+        grid = parallel.axes(torch.distributed.get_world_size()), parallel.virtual_stages(settings.model.num_layers)
+    for other in _kept.keys() - {grid}:
+        before -= _left(_kept.pop(other))
     with cpu_home():
-        process_groups.initialize(settings)
+        with mock.patch.object(process_groups, "create_groups", _first_chunk) if grid in _kept else contextlib.nullcontext():
+            process_groups.initialize(settings)
+        before |= _kept.setdefault(grid, set(_groups()) - before) if grid else set()
         try:
             yield
         finally:
             if not before:
                 process_groups.shutdown()
             else:
-                parallel_state.destroy_model_parallel()
-                # megatron-core only forgets its groups; gloo's threads of each wake a hundred times a second for as long as it lives.
-                for group in _groups():
-                    if group not in before:
-                        torch.distributed.destroy_process_group(group)
+                _left(set(_groups()) - before, forget=not grid)
+
+
+def _first_chunk(parallel: ParallelConfig, chunks: int | None, timeout: Any) -> None:
+    parallel_state.set_virtual_pipeline_model_parallel_rank(0 if chunks else None)
+
+
+def _left(groups: set[torch.distributed.ProcessGroup], forget: bool = True) -> set[torch.distributed.ProcessGroup]:
+    """Destroy groups, which megatron-core only forgets; gloo's threads of each wake a hundred times a second for as long as it lives."""
+    if forget:
+        parallel_state.destroy_model_parallel()
+    for group in [group for group in _groups() if group in groups]:
+        torch.distributed.destroy_process_group(group)
+    return groups
 
 
 def _groups() -> list[torch.distributed.ProcessGroup]:
@@ -143,6 +163,15 @@ def trainer(settings: Config) -> Iterator[Trainer]:
     check(settings, launch_from_environment().world_size)
     with started(settings):
         yield Trainer(settings)
+
+
+def trained(settings: Config) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses of a whole run (rank 0 has them), and the bits of this rank's weights."""
+    rows: list[dict[str, Any]] = []
+    with trainer(settings) as made:
+        made.metrics.write = rows.append  # type: ignore[method-assign]
+        made.run()
+        return losses(rows), bits(made.training.model.parameters())
 
 
 def run(settings: Config) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from helpers import dist, tiny
@@ -24,20 +23,15 @@ ON_TWO: dict[str, dict[str, Any]] = {
 STEP_ONLY = {"O3 TP+SP copies": "O3 TP+SP"}  # case -> the one whose eager bits it has: a sum of two numbers is rounded once, whoever adds
 
 
-def two(prefix: str, mode: str, name: str) -> tuple[list[float], list[Tensor]]:
-    settings = tiny.config(prefix, micro_batch_size=2, global_batch_size=8, train_iters=9, cuda_graph=mode, **ON_TWO[name])
-    file = Path(f"{prefix}.{mode}.{name.replace(' ', '-')}.jsonl")
-    settings = tiny.replace(settings, logging=tiny.replace(settings.logging, metrics_file=str(file)))
-    with tiny.trainer(settings) as made:
-        made.run()
-        weights, main = tiny.bits(made.training.model.parameters()), torch.distributed.get_rank() == 0
-    return tiny.losses(tiny.read(file)) if main else [], weights
-
-
 def two_in_every_mode(prefix: str) -> dict[tuple[str, str], tuple[list[float], list[Tensor]]]:
-    """In the same two processes: a fresh one takes a minute to import megatron-core on a cold machine. A run takes 2 to 4 s."""
+    """In the same two processes: a fresh one takes a minute to import megatron-core on a cold machine."""
+    shared = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 9}
     modes = {"none": ON_TWO.keys() - STEP_ONLY.keys(), "micro-batch": ("O3", "O3 TP+SP"), "step": ON_TWO.keys()}
-    return {(name, mode): two(prefix, mode, name) for mode, names in modes.items() for name in sorted(names)}
+    return {
+        (name, mode): tiny.trained(tiny.config(prefix, cuda_graph=mode, **shared, **ON_TWO[name]))
+        for mode, names in modes.items()
+        for name in sorted(names)
+    }
 
 
 @pytest.mark.multi_gpu

@@ -20,21 +20,10 @@ LIMITS = {"fp32": 1e-4, "bf16": 1e-2, "O1": 2e-2, "O2": 2e-2, "O3": 2e-2, "O2 Ze
 Result = tuple[list[float], list[torch.Tensor]]
 
 
-def train(prefix: str, name: str, micro_batch_size: int) -> Result:
-    """Losses (on rank 0) and the bits of all weights after 12 steps of a global batch of 8."""
-    shared = {"global_batch_size": 8, "train_iters": 12, "ddp_bucket_size": 5000}  # several buckets: they overlap
-    settings = tiny.config(prefix, micro_batch_size=micro_batch_size, **shared, **RUNS[name])
-    settings = tiny.replace(settings, logging=tiny.replace(settings.logging, metrics_file=f"{prefix}.{name}.{micro_batch_size}.jsonl"))
-    with tiny.trainer(settings) as made:
-        made.run()
-        weights = tiny.bits(made.training.model.parameters())
-        main = torch.distributed.get_rank() == 0
-    return tiny.losses(tiny.read(Path(settings.logging.metrics_file))) if main else [], weights
-
-
 def train_all(prefix: str, micro_batch_size: int) -> dict[str, Result]:
-    """Every run, one after another in the same processes: a fresh one takes a minute to import megatron-core on a cold machine."""
-    return {name: train(prefix, name, micro_batch_size) for name in RUNS}
+    """12 steps of a global batch of 8 each, in the same processes: a fresh one takes a minute to import megatron-core on a cold machine."""
+    shared = {"global_batch_size": 8, "train_iters": 12, "ddp_bucket_size": 5000}  # several buckets: they overlap
+    return {name: tiny.trained(tiny.config(prefix, micro_batch_size=micro_batch_size, **shared, **run)) for name, run in RUNS.items()}
 
 
 @pytest.mark.multi_gpu

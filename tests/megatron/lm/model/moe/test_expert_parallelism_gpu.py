@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from helpers import dist, tiny
 from megatron.lm.config import Config
@@ -24,20 +23,8 @@ def settings_of(prefix: str, name: str, grid: dict[str, Any], micro_batch_size: 
     return tiny.config(prefix, micro_batch_size=micro_batch_size, **shared, **EXPERTS, **RUNS[name], **grid)
 
 
-def train(prefix: str, name: str, grid: dict[str, Any], micro_batch_size: int) -> tuple[list[float], list[torch.Tensor]]:
-    """Losses (on rank 0) and the bits of this rank's weights after 12 steps of a global batch of 8."""
-    settings = settings_of(prefix, name, grid, micro_batch_size)
-    file = f"{prefix}.{name}.{len(grid)}.jsonl"
-    settings = tiny.replace(settings, logging=tiny.replace(settings.logging, metrics_file=file))
-    with tiny.trainer(settings) as made:
-        made.run()
-        weights = tiny.bits(made.training.model.parameters())
-        main = torch.distributed.get_rank() == 0
-    return tiny.losses(tiny.read(Path(file))) if main else [], weights
-
-
 def train_all(prefix: str, grid: dict[str, Any], micro_batch_size: int) -> dict[str, Any]:
-    return {name: train(prefix, name, grid, micro_batch_size) for name in RUNS}
+    return {name: tiny.trained(settings_of(prefix, name, grid, micro_batch_size)) for name in RUNS}
 
 
 @pytest.mark.parametrize("name", RUNS)
