@@ -132,6 +132,7 @@ class AmpStep:
         for master in self.masters:
             master.grad = None
         self.write_weights()
+        torch.clear_autocast_cache()  # within somebody's outer block, O1 would go on with casts of the old weights
 
     @torch.no_grad()
     def write_weights(self) -> None:

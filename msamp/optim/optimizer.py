@@ -300,6 +300,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         self.update()
+        torch.clear_autocast_cache()  # or plain layers go on with casts of the old weights, in one autocast block around several steps
         return loss
 
     def update(self) -> None:

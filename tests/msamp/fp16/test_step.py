@@ -91,9 +91,7 @@ def test_a_skipped_step_changes_no_bit_of_weights_and_states(kind, level):
 class HostReads(TorchDispatchMode):
     """Counts what makes the host wait for a device: scalars read from tensors."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
@@ -144,6 +142,10 @@ def test_weights_written_from_outside_become_the_master_and_equal_ones_leave_it(
     assert master.item() == 3.0 + 2.0**-12
     nn.init.constant_(model.weight, 5.0)
     assert amp.state_dict(optimizer)["master_weights"][0][0].item() == 5.0
+    model, optimizer = weight_and_optimizer("O1", 1.0)
+    with torch.autocast("cpu", enabled=False):  # the outermost block: to its end torch keeps O1's casts
+        descend(model, optimizer)
+        assert model(torch.ones(1, 1)).item() == 2.0
 
 
 def test_steps_that_would_go_wrong_are_refused():
