@@ -314,7 +314,7 @@ def write(jobs: Mapping[str, Sequence[Job]], alone: Mapping[str, Job], options: 
         print("| " + " | ".join(str(row[column]) for column in COLUMNS) + " |")
     for precision, of_precision in runs.items():
         if precision != BASE and (difference := against_base(of_precision, runs.get(BASE, {}))) is not None:
-            course = [(line["iteration"], line["loss"]) for run in runs[BASE].values() for line in run.train]
+            course = [(line["iteration"], line["loss"]) for run in runs[BASE].values() for line in run.valid]
             print(difference.sentence(BASE, precision, curve=course))
     every = [run for of_precision in runs.values() for run in of_precision.values()]
     write_curves(every, options.out / "curves.csv")

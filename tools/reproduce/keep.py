@@ -107,10 +107,10 @@ def loss_sentences(one: Entry, rows: Sequence[Row]) -> list[str]:
 
 
 def curve(run: str, rows: Sequence[Row]) -> list[tuple[float, float]]:
-    """Return (x, training loss) of all seeds of a run; of "bf16 at 125M, all levels" those of "bf16, 125M", if it has none."""
+    """Return (x, loss) of all seeds of a run, of "bf16 at 125M, all levels" that of "bf16, 125M", if it has none: held out, or else of
+    training, whose loss falls faster on text that is read repeatedly."""
     parts = run.replace(" at ", ", ").split(", ")
-    for length in range(len(parts), 0, -1):
-        name = ", ".join(parts[:length]) + ", training loss"
+    for name in (", ".join(parts[:length]) + f", {kind} loss" for kind in ("held-out", "training") for length in range(len(parts), 0, -1)):
         if points := [(float(row["x"]), float(row["ours"])) for row in rows if row["x"] and row["quantity"].startswith(name)]:
             return points
     return []

@@ -93,7 +93,7 @@ class PairedDifference:
             base: name of the baseline.
             other: name of the other group.
             max_relative: as in `verdict`.
-            curve: (tokens or steps, training loss) of the baseline, for the cost in tokens.
+            curve: (tokens or steps, loss) of the baseline, held out if the text is read repeatedly, for the cost in tokens.
         """
         if not math.isfinite(self.absolute.mean):
             return f"{other} against {base}: a loss is non-finite, so one of the two has diverged"
@@ -116,11 +116,11 @@ class PairedDifference:
 def cost_in_tokens(distance: float, curve: Sequence[tuple[float, float]]) -> float | None:
     """Return the share of its tokens in which a run's loss falls by a distance.
 
-    The loss falls as in the last quarter of the run, by a straight line through its training losses.
+    The loss falls as in the last quarter of the run, by a straight line through its losses.
 
     Args:
         distance: of two losses; the sign does not count.
-        curve: (tokens or steps, training loss), at least two in the last quarter, of several seeds together if given; else there is no
+        curve: (tokens or steps, loss), at least two in the last quarter, of several seeds together if given; else there is no
             answer.
 
     Returns:

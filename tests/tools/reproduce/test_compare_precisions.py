@@ -5,14 +5,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron.lm.config.cli import parse_args
 from megatron.lm.config.rules.training import schedule
 from tools.docs import tables
-from tools.reproduce import compare_precisions, queries
+from tools.reproduce import compare_precisions, keep, queries
 from tools.reproduce.compare_precisions import COLUMNS, Job, against_base, command, complete, train
 
 
@@ -84,13 +83,11 @@ def test_pairs_are_added_to_those_on_file_while_time_permits(tmp_path: Path, mon
     monkeypatch.setitem(queries.QUERIES, "long_125m", queries.QUERIES["long_125m"] | {"folder": "reproduce/second"})
     found = list(queries.findings("long_125m"))
     assert next(one.ours for one in found if "mean" in one.quantity) == pytest.approx(100 / 3 * (0.1 / 8 + 0.1 / 9 + 0.1 / 10))
-    apart = [(one.seed, one.x, round(one.ours, 9)) for one in found if "held-out" in one.quantity]
+    apart = [(one.seed, one.x, round(one.ours, 9)) for one in found if "above BF16" in one.quantity and one.x]
     assert apart == [(1234 + n, x, distance) for n in range(3) for x, distance in ((40, 0.0), (80, 0.1))]
-
-
-def test_without_a_baseline_of_every_seed_nothing_is_compared():
-    run: Any = object()
-    assert against_base({1: run, 2: run}, {1: run}) is None
+    assert against_base({1: None, 2: None}, {1: None}) is None  # seed 2 has no baseline
+    rows = [keep.row_of(one, dict.fromkeys(keep.COLUMNS, "")) for one in found]
+    assert keep.curve("bf16 at 125M", rows) == [(40, 7.0), (80, 8.0), (40, 7.0), (80, 9.0), (40, 7.0), (80, 10.0)]  # for the cost in tokens
 
 
 @pytest.mark.parametrize("left", ['{"kind": "precision"}\n', metrics(Job(precision="bf16", seed=1, steps=4, name="bf16_0"), 3.0, 1.0)])
