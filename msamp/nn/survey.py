@@ -224,6 +224,8 @@ def _why_experts_left(name: str, module: nn.Module, experts: type[Experts], reci
         return "its weights are computed from other parameters"
     if "forward" in vars(module):
         return "its forward was replaced (accelerate hooks, or by hand) and may read the weights directly"
+    if name.endswith("base_layer"):
+        return "PEFT adapts its weights (target_parameters), which E separate matrices would replace"
     if not recipe.gemm.fusible:
         return f"experts need one scale per tensor, from its amax or history, but the recipe casts inputs as {recipe.gemm.input}"
     act = getattr(module, "act_fn", None)
