@@ -100,7 +100,12 @@ def _operator(twin: Function, mutates: tuple[str, ...] = (), fake: Fake | None =
     name = twin.__name__
     _LIBRARY.define(name + torch.library.infer_schema(twin, mutates_args=mutates))
     on_cuda = _on_cuda(twin)
-    _LIBRARY.impl(name, lambda *args, **flags: _implementation(twin, "cpu")(*args, **flags), "CPU")
+
+    def on_cpu(*args: Any, **flags: Any) -> Any:
+        with torch._C._DisableAutocast():  # whose dtype its products would have: in FP16 sums of codes overflow
+            return twin(*args, **flags)
+
+    _LIBRARY.impl(name, on_cpu, "CPU")
     _LIBRARY.impl(name, on_cuda, "CUDA")
     torch.library.register_fake(f"msamp::{name}", fake or twin, lib=_LIBRARY)
     operator = getattr(torch.ops.msamp, name).default
@@ -111,7 +116,7 @@ def _operator(twin: Function, mutates: tuple[str, ...] = (), fake: Fake | None =
     def call(x: Any, *args: Any, **flags: Any) -> Any:
         first = x[0] if type(x) is list and x else x
         if not torch.compiler.is_compiling() and _unseen(first):
-            return (on_cuda if first.is_cuda else twin)(x, *args, **flags)
+            return (on_cuda if first.is_cuda else on_cpu)(x, *args, **flags)
         return operator(x, *args, **flags)
 
     return call  # type: ignore[return-value]

@@ -183,9 +183,7 @@ def _plain_like(func: Any, x: "ScalingTensor", *args: Any, dtype: torch.dtype | 
     return func(torch.empty(x.shape, dtype=dtype or x.dtype, device=device), *args, **kwargs)
 
 
-@_on(aten.is_pinned.default)
-def _is_pinned(func: Any, x: "ScalingTensor", *args: Any) -> Any:
-    return func(x.payload, *args)
+_on(aten.is_pinned.default)(lambda func, x, *args: func(x.payload, *args))
 
 
 @_on(aten.new_zeros.default, aten.new_empty.default)
@@ -348,6 +346,4 @@ def _equal(func: Any, x: Any, y: Any) -> bool:
     return same and torch.equal(x.scale_inv, y.scale_inv)
 
 
-@_on(aten.is_same_size.default)
-def _is_same_size(func: Any, x: torch.Tensor, y: torch.Tensor) -> bool:
-    return x.shape == y.shape
+_on(aten.is_same_size.default)(lambda func, x, y: x.shape == y.shape)

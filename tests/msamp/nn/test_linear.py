@@ -122,17 +122,18 @@ def test_frozen_weight_and_input_without_gradient():
     assert not low(x).requires_grad
 
 
-def test_autocast_takes_the_input_in_its_dtype(device):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_takes_the_input_in_its_dtype(device, dtype):
     _, low = pair(device=device)
     x = make("normal", (8, 64), seed=1, device=device).requires_grad_()
-    with torch.autocast(device.type, torch.bfloat16):
+    with torch.autocast(device.type, dtype):
         y = low(x)
         z = low(nn.functional.relu(x))
-    assert y.dtype == z.dtype == torch.bfloat16
+    assert y.dtype == z.dtype == dtype
     y.sum().backward()
     assert x.grad.dtype == torch.float32
     assert low.weight.grad.dtype == torch.float32
-    assert y.equal(low(x.bfloat16()))
+    assert y.equal(low(x.to(dtype)))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
