@@ -187,6 +187,8 @@ class ExpertsFunction(torch.autograd.Function):
         weights = torch.where(groups.source >= 0, probs.reshape(-1)[groups.source.clamp(min=0)], 0.0)
         slot = settings.activated
         end = groups.end if slot.watch is None else None  # what watches reads all rows
+        if end is None:
+            y = y.masked_fill(groups.source[:, None] < 0, 0.0)
         a8, a_scale_inv = ops.expert_swiglu(y, weights, slot.scale, slot.amax, gemm.input.format.dtype, end=end)
         if slot.watch is not None:
             slot.watch(ops.expert_swiglu(y, weights, None, None, torch.float32)[0], a8, a_scale_inv)
@@ -212,10 +214,12 @@ class ExpertsFunction(torch.autograd.Function):
         del rows
         y = settings.fc1_output(x8, x_scale_inv, groups, ctx.top_k, ctx.dtype) if y is None else y
         slot, cast = settings.grad_fc1, gemm.grad_output.format.dtype
+        end = groups.end if slot.watch is None else None
+        if end is None:
+            y, grad_a = (rows.masked_fill(groups.source[:, None] < 0, 0.0) for rows in (y, grad_a))
         grad_y, grad_y_t, y_scale_inv, a_t, parts = ops.expert_swiglu_backward(
-            grad_a, y, weights, a_scale_inv, gemm.input.format.dtype, slot.scale, slot.amax, cast,
-            end=groups.end if slot.watch is None else None,
-        )  # fmt: skip
+            grad_a, y, weights, a_scale_inv, gemm.input.format.dtype, slot.scale, slot.amax, cast, end=end
+        )
         if slot.watch is not None:
             slot.watch(expert_swiglu_gradient(grad_a, y, weights), grad_y, y_scale_inv)
 

@@ -49,7 +49,7 @@ def grouped_mm(
         tiles: `grouped_tiles(offsets, M, GROUP_ALIGNMENT)`, which products with the same offsets share; by default it is computed here.
 
     Returns:
-        [M, N] of `out_dtype`; rows after the last expert's are 0.
+        [M, N] of `out_dtype`; rows after the last expert's are undefined, here 0.
     """
     out = a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
     factors = a_scale_inv * b_scale_inv
@@ -109,8 +109,8 @@ def _product(a: torch.Tensor, b: torch.Tensor, fast_accum: bool) -> torch.Tensor
 
 
 def tile_capacity(rows: int, experts: int, block: int) -> int:
-    """Return the most tiles of `block` rows that `rows` can occupy: one partly filled tile per expert, and one for the rows after them."""
-    return -(-rows // block) + experts + 1
+    """Return the most tiles of `block` rows that `rows` can occupy: one partly filled tile per expert."""
+    return -(-rows // block) + experts
 
 
 def grouped_tiles(offsets: torch.Tensor, rows: int, block: int) -> torch.Tensor:
@@ -122,17 +122,13 @@ def grouped_tiles(offsets: torch.Tensor, rows: int, block: int) -> torch.Tensor:
         block: rows per tile.
 
     Returns:
-        int32 [4, capacity]: expert, first row and end of each tile, in order; rows after the last expert's belong to expert E. The fourth
-        row contains the number of tiles. Entries after the last tile are 0. The capacity depends only on shapes (`tile_capacity`).
+        int32 [4, capacity]: expert, first row and end of each tile, in order; rows after the last expert's are in none. The fourth row
+        contains the number of tiles. Entries after the last tile are 0. The capacity depends only on shapes (`tile_capacity`).
     """
     experts = offsets.numel()
     table = torch.zeros((4, tile_capacity(rows, experts, block)), dtype=torch.int32, device=offsets.device)
-    starts, ends = Groups.of(offsets, rows)
-    entries = [
-        (e, first, end)
-        for e, (start, end) in enumerate(zip([*starts, ends[-1]], [*ends, rows], strict=True))
-        for first in range(start, end, block)
-    ]
+    spans = enumerate(zip(*Groups.of(offsets, rows), strict=True))
+    entries = [(e, first, end) for e, (start, end) in spans for first in range(start, end, block)]
     if entries:
         table[:3, : len(entries)] = torch.tensor(entries, dtype=torch.int32, device=offsets.device).t()
     table[3] = len(entries)

@@ -18,9 +18,9 @@ twice from memory: the L2 cache must hold what neighbouring tiles share.
 How a launch is divided. Programs are persistent, one per multiprocessor, and step through the tiles of the output. For output and
 grad_input, `grouped_tiles` first lists the tiles of all experts (expert, first row, end), and a program looks its tile up in that list. An
 expert whose rows do not fill its last tile costs a partly empty tile, and an expert without rows costs nothing. Rows beyond the last
-expert's are listed as one more expert, which has no products and writes zeros. For grad_weight every expert has the same number of
-tiles, and the sum over its rows has another length. `group` rows of tiles are passed through column by column, so that the programs that
-run at the same time share operands.
+expert's, three of four where four ranks share the experts, have no tiles and are not written. For grad_weight every expert has the same
+number of tiles, and the sum over its rows has another length. `group` rows of tiles are passed through column by column, so that the
+programs that run at the same time share operands.
 
 Which layout the operands have. Hopper multiplies FP8 only if the summed dimension comes last in memory (K-major). grad_input sums over the
 outputs and needs each weight transposed, [E, K, N]; grad_weight sums over rows and needs both operands transposed, [N, M] and [K, M]. The
@@ -85,10 +85,8 @@ class Tiling(NamedTuple):
 def _grouped_tiles_kernel(offsets, table, rows, E, capacity, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr):
     """Find the expert of SLOTS tiles by comparing them with the running number of tiles before each expert."""
     e = tl.arange(0, EXPERTS)
-    ends = tl.minimum(tl.load(offsets + e, mask=e < E, other=rows), rows)
-    starts = tl.minimum(tl.load(offsets + e - 1, mask=(e > 0) & (e <= E), other=0), rows)
-    starts = tl.where(e > E, rows, starts)
-    ends = tl.maximum(ends, starts)
+    ends = tl.minimum(tl.load(offsets + e, mask=e < E, other=0), rows)
+    starts = tl.minimum(tl.load(offsets + e - 1, mask=(e > 0) & (e < E), other=0), rows)
     tiles = (ends - starts + BLOCK - 1) // BLOCK
     after = tl.cumsum(tiles, 0)
     count = tl.sum(tiles, 0)
@@ -160,28 +158,24 @@ def _grouped_mm_kernel(
     for tile in tl.range(tl.program_id(0), rows * columns, tl.num_programs(0), flatten=FLATTEN):
         m, n = _place(tile, rows, columns, GROUP)
         expert, first, end = tl.load(tiles + m), tl.load(tiles + capacity + m), tl.load(tiles + 2 * capacity + m)
-        weight = tl.minimum(expert, E - 1)
-        factor = a_factor * tl.load(b_scale_inv + weight)
+        factor = a_factor * tl.load(b_scale_inv + expert)
         column = n * BLOCK_N
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         total_1 = total
-        blocks = tl.cdiv(K, BLOCK_K)
-        if not FLATTEN:  # a length that is read from memory cannot be fused
-            blocks = tl.where(expert < E, blocks, 0)  # rows after the last expert's become 0
-        for k in range(blocks):
+        for k in range(tl.cdiv(K, BLOCK_K)):
             left = _block(a, first, k * BLOCK_K, K, M, K, TMA, ROWS, BLOCK_K)
-            right = _block(b, weight * N + column, k * BLOCK_K, K, E * N, K, TMA, COLUMNS, BLOCK_K)
+            right = _block(b, expert * N + column, k * BLOCK_K, K, E * N, K, TMA, COLUMNS, BLOCK_K)
             total = _add(left, right, total, FAST)
             if HALVES_M == 2:
                 left = _block(a, first + ROWS, k * BLOCK_K, K, M, K, TMA, ROWS, BLOCK_K)
             if HALVES_N == 2:
-                right = _block(b, weight * N + column + COLUMNS, k * BLOCK_K, K, E * N, K, TMA, COLUMNS, BLOCK_K)
+                right = _block(b, expert * N + column + COLUMNS, k * BLOCK_K, K, E * N, K, TMA, COLUMNS, BLOCK_K)
             if HALVES_M * HALVES_N == 2:
                 total_1 = _add(left, right, total_1, FAST)
-        _put_tile(y, tl.where(expert < E, total * factor, 0.0), first, end, column, N, ROWS, COLUMNS, HARDWARE)
+        _put_tile(y, total * factor, first, end, column, N, ROWS, COLUMNS, HARDWARE)
         if HALVES_M * HALVES_N == 2:
             first, column = first + BLOCK_M - ROWS, column + BLOCK_N - COLUMNS
-            _put_tile(y, tl.where(expert < E, total_1 * factor, 0.0), first, end, column, N, ROWS, COLUMNS, HARDWARE)
+            _put_tile(y, total_1 * factor, first, end, column, N, ROWS, COLUMNS, HARDWARE)
 
 
 @triton.jit
@@ -337,6 +331,6 @@ def grouped_tiles(offsets, rows, block):
     capacity = tile_capacity(rows, experts, block)
     table = torch.empty((4, capacity), dtype=torch.int32, device=offsets.device)
     _grouped_tiles_kernel[-(-capacity // SLOTS),](
-        offsets, table, rows, experts, capacity, BLOCK=block, EXPERTS=triton.next_power_of_2(experts + 1), SLOTS=SLOTS, num_warps=4
+        offsets, table, rows, experts, capacity, BLOCK=block, EXPERTS=triton.next_power_of_2(experts), SLOTS=SLOTS, num_warps=4
     )
     return table

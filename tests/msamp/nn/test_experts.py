@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from helpers.choices import each_once
 from helpers.numerics import KINDS, make
 from msamp.kernels import ops
+from msamp.kernels.reference.grouped_mm import GROUP_ALIGNMENT
 from msamp.nn.cast_scales import CastScales
 from msamp.nn.experts import ExpertSettings, ExpertsFunction, ExpertWeights
 from msamp.numerics.formats import E4M3
@@ -66,39 +67,48 @@ def test_output_and_gradients(kind, load):
         assert not g[w.flatten(1).abs().sum(1) == 0].any(), "an expert without tokens has no gradient"
 
 
-def test_rows_after_the_last_expert_s_are_never_read(monkeypatch):
+@pytest.mark.parametrize("watched", [False, True])
+def test_rows_after_the_last_expert_s_are_never_read(watched, monkeypatch):
     """With expert parallelism most of the rows are room for another load, which kernels leave out: what is in there must not matter."""
     x, probs, fc1, fc2 = tensors = inputs()
     experts, grad = chosen("random"), make("normal", (TOKENS, HIDDEN), seed=9)
-    experts = torch.where(experts < 2, experts, -1)  # the others are on another rank
+    experts, seen = torch.where(experts < 2, experts, -1), []  # the others are on another rank
+    offsets, source, _ = ops.group_tokens(experts, EXPERTS, GROUP_ALIGNMENT)
+    room, nan = torch.arange(int(offsets[-1]), len(source)), float("nan")
+    slot = JUST_IN_TIME._replace(watch=lambda *args: seen.extend(args)) if watched else JUST_IN_TIME
 
     def results() -> list[torch.Tensor]:
-        y = ExpertsFunction.apply(x, probs, experts, fc1, fc2, settings(fc1, fc2))
-        return [y, *torch.autograd.grad(y, tensors, grad)]
+        seen.clear()
+        given = settings(fc1, fc2, (JUST_IN_TIME, slot, slot, JUST_IN_TIME))
+        y = ExpertsFunction.apply(x, probs, experts, fc1, fc2, given)
+        return [y, *torch.autograd.grad(y, tensors, grad), *(values.float() for values in seen)]
 
     want, spoiled = results(), []
 
-    def spoil(name: str, rows: dict[int, int]) -> None:
-        """Write NaN beyond `end` to results, given by the dimension of their rows."""
+    def spoil(name: str, rows: dict[int, int], read: int = 0) -> None:
+        """Write NaN to the room of results, given by the dimension of their rows. The twin reads the room of its first `read` arguments,
+        unlike the kernel."""
         run = getattr(ops, name)
 
-        def spoiling(*args, end, **flags):
-            made = run(*args, end=end, **flags)
+        def spoiling(*args, **flags):
+            if name != "grouped_mm" and flags.get("end") is None:
+                return run(*args, **flags)
+            made = run(*(a.index_fill(0, room, 0.0) for a in args[:read]), *args[read:], **flags)
+            results = made if isinstance(made, tuple) else (made,)
             for number, dim in rows.items():
-                if made[number].numel():
-                    beyond = made[number].narrow(dim, int(end), made[number].shape[dim] - int(end))
-                    spoiled.append(beyond.numel())
-                    beyond.copy_(torch.full_like(beyond, float("nan"), dtype=torch.float32))
+                if results[number].numel():
+                    spoiled.append(name)
+                    results[number].copy_(results[number].float().index_fill(dim, room, nan))
             return made
 
         monkeypatch.setattr(ops, name, spoiling)
 
     spoil("permute", {0: 0, 1: 1})
-    spoil("expert_swiglu", {0: 0})
-    spoil("expert_swiglu_backward", {0: 0, 1: 1, 3: 1, 4: 1})
+    spoil("expert_swiglu", {0: 0}, 1)
+    spoil("expert_swiglu_backward", {0: 0, 1: 1, 3: 1, 4: 1}, 2)
+    spoil("grouped_mm", {0: 0})
     assert all(got.equal(expected) for got, expected in zip(results(), want, strict=True))
-    assert len(spoiled) == 9
-    assert min(spoiled) > 0
+    assert len(spoiled) == (8 if watched else 13)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

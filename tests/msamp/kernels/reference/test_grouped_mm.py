@@ -119,7 +119,7 @@ def test_tiles_cover_every_row_once(ends):
         assert (owner[rows] == -1).all()
         owner[rows] = expert
     want = torch.bucketize(torch.arange(ROWS), torch.tensor(ends), right=True)
-    assert owner.equal(want)
+    assert owner.equal(want.where(want < len(ends), -1))
     assert not table[:3, count:].any()
 
 

@@ -53,7 +53,8 @@ def test_every_expert_s_rows(ends, variant, fmt, triton_device):
     got = tiled(
         "grouped_mm", a, b, offsets, *scales, torch.float32, fast_accum=fast, tiling=small(tma=tma, halves_m=halves[0], halves_n=halves[1])
     )
-    assert bits(got).equal(bits(twin.grouped_mm(a, b, offsets, *scales, torch.float32, fast_accum=fast)))
+    want = twin.grouped_mm(a, b, offsets, *scales, torch.float32, fast_accum=fast)
+    assert bits(got[: ends[-1]]).equal(bits(want[: ends[-1]]))
 
 
 @each_once(ends=LOADS, variant=VARIANTS, fmt=[E4M3, E5M2])
@@ -62,16 +63,8 @@ def test_every_expert_s_weight_gradient(ends, variant, fmt, triton_device):
     offsets = torch.tensor(ends, dtype=torch.int32, device=triton_device)
     a_t, b_t = (integers((width, M + 10), f, i, triton_device)[:, :M] for i, (width, f) in enumerate(((N, fmt), (K, E4M3))))
     scales = torch.tensor(0.5, device=triton_device), torch.tensor(2.0, device=triton_device)
-    got = tiled(
-        "grouped_mm_grad_weight",
-        a_t,
-        b_t,
-        offsets,
-        *scales,
-        torch.float32,
-        fast_accum=fast,
-        tiling=small(halves_m=halves[0], halves_n=halves[1]),
-    )
+    tiling = small(halves_m=halves[0], halves_n=halves[1])
+    got = tiled("grouped_mm_grad_weight", a_t, b_t, offsets, *scales, torch.float32, fast_accum=fast, tiling=tiling)
     assert bits(got).equal(bits(twin.grouped_mm_grad_weight(a_t, b_t, offsets, *scales, torch.float32, fast_accum=fast)))
 
 
@@ -81,18 +74,8 @@ def test_padded_groups_are_loaded_by_the_copy_engine(fast, tiling, triton_device
     offsets = torch.tensor(ends, dtype=torch.int32, device=triton_device)
     a_t, b_t = (integers((32, 3 * GROUP_ALIGNMENT), E4M3, seed, triton_device) for seed in (0, 1))
     one = torch.ones((), device=triton_device)
-    got = tiled(
-        "grouped_mm_grad_weight",
-        a_t,
-        b_t,
-        offsets,
-        one,
-        one,
-        torch.float32,
-        fast_accum=fast,
-        aligned=True,
-        tiling=small(block_k=128, **tiling),
-    )
+    flags = {"fast_accum": fast, "aligned": True, "tiling": small(block_k=128, **tiling)}
+    got = tiled("grouped_mm_grad_weight", a_t, b_t, offsets, one, one, torch.float32, **flags)
     assert got.equal(twin.grouped_mm_grad_weight(a_t, b_t, offsets, one, one, torch.float32, fast_accum=False))
 
 
@@ -173,5 +156,5 @@ def test_large_on_the_gpu_captured_in_a_graph(ends, fast):
         twin.grouped_mm(x, w, offsets, ones[0], ones, torch.bfloat16, fast_accum=fast),
         twin.grouped_mm_grad_weight(g.t(), x.t(), offsets, ones[0], ones[0], torch.float32, fast_accum=fast),
     )
-    assert sqnr_db(want[0], got[0]) > 45
+    assert sqnr_db(want[0][: ends[-1]], got[0][: ends[-1]]) > 45
     assert sqnr_db(want[1], got[1]) > (45 if fast else 60)
