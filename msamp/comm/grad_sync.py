@@ -237,9 +237,9 @@ class GradSync:
                 self._no_sync = None
 
     def wait(self) -> None:
-        """Make the compute stream wait for the buckets that this micro-batch has sent, if any: a captured stream cannot wait for one on
-        which the capture launched nothing."""
-        if any(bucket.sent for bucket in self.buckets):
+        """Make the compute stream wait for the buckets that this micro-batch has sent to other ranks, if any: a captured stream cannot wait
+        for one on which the capture launched nothing."""
+        if any(bucket.sent and self.peers_of(bucket).ranks > 1 for bucket in self.buckets):
             self.sender.wait()
 
     def take(self, p: Tensor) -> None:
@@ -352,7 +352,7 @@ class GradSync:
     def _send_rest(self) -> None:
         while self._next < len(self.buckets):
             self._send_next()
-        self.sender.wait()
+        self.wait()
 
     @torch._disable_dynamo  # of a compiled training step: a hook runs as it is
     def _send_next(self) -> None:

@@ -88,7 +88,7 @@ class ZeRO(Shard):
         self.deferred = self._defers = self._watches = False
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" and self.overlaps else None
         self._pending: dict[Bucket, torch.cuda.Event] = {}
-        # The buckets whose weights several ranks have, in the order in which a forward reads them; how many are started, how many ahead.
+        # The buckets whose weights several ranks have, in the order in which a forward reads them; how many have been started; `ahead`.
         self._order = {bucket: i for i, bucket in enumerate(b for b in reversed(sync.buckets) if sync.peers_of(b).ranks > 1)}
         self._started, self._ahead = len(self._order), 0
         if self.overlaps:
@@ -230,10 +230,10 @@ class ZeRO(Shard):
         again without an update in between changes nothing.
 
         Args:
-            ahead: start only the first buckets now, and each other one when the forward reads the one so many places before it, or in
-                `wait`; the ranks must run the same forward and `wait`. For CUDA graphs, whose branches share a few hardware queues in
-                the order of capture: a forward captured behind all gathers waits for most of them (20 ms of a step of 524, Llama-3-8B
-                over four H200s). None starts all.
+            ahead: start only this many buckets now, and each later one when a module of the bucket so many places before it is about to
+                run, or in `wait`. Every rank must run the same forward and then `wait`. None starts all. For CUDA graphs, whose branches
+                share a few hardware queues in the order of capture: a forward that is captured after all gathers waits for most of them
+                (20 ms of a step of 524, Llama-3-8B on four H200s).
         """
         self.deferred, self._started, self._ahead = False, 0, len(self._order) if ahead is None else ahead
         self._start(self._ahead)
