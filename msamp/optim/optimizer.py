@@ -235,12 +235,6 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 if not is_own_master(p, by_name(holding.formats["master"])):
                     self._init_state(holding, values)
 
-    def restart(self) -> None:
-        """Reset all masters and moments from the current parameters, for new weights that the old moments do not fit."""
-        self.state.clear()
-        self._kept.forget()
-        self._cast = {}
-
     @torch.no_grad()
     def reload_model_params(self) -> None:
         """Update the masters of weights that other code wrote, including writes that change no version, such as those through the `.data`
@@ -436,7 +430,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         self._take(states)
 
     def _take(self, states: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        self.restart()
+        self.state.clear()
+        self._kept.forget()
         for holding in self.holdings():
             given, device = states.get(holding.place, {}), holding.weight.device
             if given and "step" not in given:

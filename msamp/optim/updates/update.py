@@ -33,8 +33,13 @@ def format_names(states: StateFormats) -> dict[str, str]:
 
 def formats_of(group: Mapping[str, Any]) -> list[Formats]:
     """Return the formats of each parameter of a group; `group["formats"]` is one mapping for all, or a list with one for each."""
-    given = group["formats"]
-    return list(given) if isinstance(given, list | tuple) else [given] * len(group["params"])
+    given, params = group["formats"], group["params"]
+    if len(group.get("keys", params)) != len(params):
+        raise ValueError(
+            f"a parameter group has {len(params)} parameters and began with {len(group['keys'])}: its list was edited; call "
+            "optimizer.add_param_group for new ones, and requires_grad_(False) for those that are no longer trained"
+        )
+    return list(given) if isinstance(given, list | tuple) else [given] * len(params)
 
 
 def _named(given: Any) -> dict[str, str]:

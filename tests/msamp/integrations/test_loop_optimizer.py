@@ -115,6 +115,9 @@ def test_groups_stay_as_they_are_so_that_a_lambda_each_is_enough():
     train(low, optimizer, range(1))
     schedule.step()
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+    optimizer.param_groups[1]["params"].pop()
+    with pytest.raises(ValueError, match=r"has 3 parameters and began with 4: its list was edited; call optimizer\.add_param_group"):
+        optimizer.step()
 
 
 # ------------------------------------------------------------------------------------------------------------- groups

@@ -133,20 +133,6 @@ def test_the_master_starts_from_given_values():
         optimizer.init_masters([(parameter((2, 2)), values)])
 
 
-def test_restart_forgets_states_and_takes_the_weights_as_they_are():
-    p = parameter(weight=E4M3)
-    optimizer = LowPrecisionOptimizer([p], lr=0.0, weight_decay=0.0, formats=O3.states)
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    with torch.no_grad():
-        p.copy_(torch.ones(24, 16))
-    optimizer.restart()
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert value(p).eq(1).all()
-    assert optimizer.state[p]["step"] == 1
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", [O1, O2, O3], ids=lambda r: r.name)
 def test_on_the_gpu_as_on_the_cpu(level):
