@@ -124,7 +124,7 @@ class _Plain:
         self.optimizer, self.part = None if optimizer is None else weakref.ref(optimizer), part
 
     def __call__(self, model: nn.Module, state: dict[str, torch.Tensor], prefix: str, local_metadata: Any) -> None:
-        if _EXACT.get() or (self.part and next(iter(state._metadata)) != prefix[:-1]):  # type: ignore[attr-defined]
+        if _EXACT.get() or (self.part and next(iter(getattr(state, "_metadata", [prefix[:-1]]))) != prefix[:-1]):
             return
         optimizer = None if self.optimizer is None else self.optimizer()
         masters = None if optimizer is None or optimizer.shard.ranks > 1 else masters_of(optimizer)
