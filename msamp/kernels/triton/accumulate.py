@@ -18,6 +18,7 @@ from msamp.numerics.stochastic_rounding import SPREAD
 
 KEY_SPREAD = tl.constexpr(SPREAD)
 BLOCK, CHUNK, WARPS = 4096, 32768, 8  # elements per iteration and per program
+LARGE = 256 * CHUNK  # smaller sums, such as an expert's matrix, would leave multiprocessors idle: a program has one block
 
 
 @triton.jit
@@ -95,12 +96,13 @@ def _add_payload_kernel(
 def accumulate(g, payload, scale_inv, draw, key, first):
     """See the reference twin."""
     numel, fmt = g.numel(), of_dtype(payload.dtype)
+    chunk = CHUNK if numel >= LARGE else BLOCK
     constants = {
         "FIRST": first, "G": of_dtype(g.dtype).mantissa_bits, "MANTISSA": fmt.mantissa_bits, "HARDWARE": g.is_cuda,
-        "BLOCK": BLOCK, "CHUNK": CHUNK, "num_warps": WARPS,
+        "BLOCK": BLOCK, "CHUNK": chunk, "num_warps": WARPS,
     }  # fmt: skip
     exponent, largest = _fields(fmt.max)
-    scratch, stored, grid = take(g.device, 2), _bytes(payload), (max(1, -(-numel // CHUNK)),)
+    scratch, stored, grid = take(g.device, 2), _bytes(payload), (max(1, -(-numel // chunk)),)
     _measure_kernel[grid](g, stored, scale_inv, draw, scratch, numel, **constants)
     _store_kernel[grid](
         g, stored, scale_inv, draw, scratch, numel, key, EXPONENT=exponent, LARGEST=largest, WIDE=numel >= 2**34, **constants

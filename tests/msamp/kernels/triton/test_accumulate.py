@@ -56,8 +56,9 @@ def test_ragged_shapes(fmt, dtype, stochastic, shape, triton_device):
     assert_same([make("log-normal", shape, seed=i, device=triton_device).to(dtype) for i in range(4)], fmt, stochastic)
 
 
-@each_once(0.5, fmt=FORMATS, stochastic=ROUNDINGS, kind=KINDS)
-def test_several_programs(fmt, stochastic, kind, triton_device):
+@each_once(0.5, fmt=FORMATS, stochastic=ROUNDINGS, kind=KINDS, large=[0, 2**30])
+def test_several_programs(fmt, stochastic, kind, large, triton_device, monkeypatch):
+    monkeypatch.setattr(kernels(), "LARGE", large)  # programs of several blocks, or of one
     gradients = [make(kind, (100, 700), seed=i, device=triton_device).bfloat16() for i in range(3)]
     assert_same(gradients, fmt, stochastic, draw=2**40 + 5)
 
