@@ -28,14 +28,17 @@ def group_tokens(experts: torch.Tensor, count: int, alignment: int) -> tuple[tor
         raise ValueError(f"experts are {experts.dtype} {tuple(experts.shape)}; they must be integers [tokens, top-k]")
     tokens, top_k = experts.shape
     device = experts.device
-    by_expert, order = experts.reshape(-1).to(torch.int64).sort(stable=True)
-    ends = torch.searchsorted(by_expert, torch.arange(-1, count, device=device), right=True)  # the first one: of the pairs without a row
+    keys = experts.reshape(-1).to(torch.int64).clamp(-1, count)
+    keys = keys.to(torch.int16 if count < 2**15 else torch.int32)  # a GPU sorts byte by byte
+    by_expert, order = keys.sort(stable=True)
+    numbers = torch.arange(-1, count, dtype=keys.dtype, device=device)
+    ends = torch.searchsorted(by_expert, numbers, right=True)  # the first one: of the pairs without a row
     sizes = torch.diff(ends)
     offsets = ((sizes + alignment - 1) // alignment * alignment).cumsum(0)
     shift = torch.cat([offsets.new_zeros(1), offsets[:-1]]) - ends[:-1]  # from a pair's place in the order to its row
     capacity = row_capacity(tokens * top_k, count, alignment)
     here = by_expert >= 0
-    rows = torch.where(here, torch.arange(by_expert.numel(), device=device) + shift[by_expert.clamp(min=0)], capacity)
+    rows = torch.where(here, torch.arange(by_expert.numel(), device=device) + shift[by_expert.clamp(min=0).int()], capacity)
     source = torch.full((capacity + 1,), -1, dtype=torch.int32, device=device)  # the last entry takes the pairs without a row
     source.index_copy_(0, rows, order.to(torch.int32))
     places = torch.empty(tokens * top_k, dtype=torch.int32, device=device)
