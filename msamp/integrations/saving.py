@@ -124,7 +124,8 @@ class _Plain:
         self.optimizer, self.part = None if optimizer is None else weakref.ref(optimizer), part
 
     def __call__(self, model: nn.Module, state: dict[str, torch.Tensor], prefix: str, local_metadata: Any) -> None:
-        if _EXACT.get() or (self.part and next(iter(getattr(state, "_metadata", [prefix[:-1]]))) != prefix[:-1]):
+        calls = getattr(state, "_metadata", ())  # prefixes of the modules whose states are in it; a caller's dict has none
+        if _EXACT.get() or (self.part and any(key != prefix[:-1] and prefix.startswith(key and f"{key}.") for key in calls)):
             return
         optimizer = None if self.optimizer is None else self.optimizer()
         masters = None if optimizer is None or optimizer.shard.ranks > 1 else masters_of(optimizer)

@@ -72,12 +72,11 @@ def test_the_average_is_the_weighted_mean_of_their_ranks(copies: int, shard: boo
 
 
 def test_what_nobody_averages_needs_no_stream():
-    """Nor does anything wait for one: a capture that launched nothing on it would fail."""
     model = model_of(SHAPES)
     sync = synced(model, others=OtherRanks(Peers(None, WireBytes()), list(model.values()), 0.5))
     sync.sender.peers, sync.sender._stream = SimpleNamespace(ranks=2), object()  # type: ignore[assignment]
     sum(p.sum() for p in model.values()).backward()
-    sync.finish()
+    sync.finish()  # nor does this wait for one: it would fail in a capture that launched nothing there
     assert {float(fp32_values(p.main_grad).mean()) for p in model.values()} == {0.5}
 
 

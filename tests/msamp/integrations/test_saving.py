@@ -123,7 +123,8 @@ def test_a_model_that_saves_plain_says_so_until_it_is_told_otherwise():
     want = plain_state_dict(model, optimizer)
     assert list(state) == list(plain_model().state_dict())
     assert all(state[key].equal(want[key]) for key in want)
-    wrapped, parts = nn.ModuleDict({"inner": model}).state_dict(), [model[2].state_dict(prefix="2."), model[2][0].state_dict(prefix="2.0.")]
+    wrapped, another = nn.ModuleDict({"inner": model}).state_dict(), nn.ReLU().state_dict(prefix="0.")
+    parts = [model[2].state_dict(prefix="2.", destination=another), model[2][0].state_dict(prefix="2.0.")]
     assert list(wrapped) == [f"inner.{key}" for key in want] == list(model.state_dict(destination={}, prefix="inner."))
     assert all(len(part) > 1 and all(x.equal(want[key]) for key, x in part.items()) for part in parts)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
