@@ -2,10 +2,10 @@
 # On a CPU, torch sums gradients of BF16 embeddings and layer norms in BF16: a row that 4,096 tokens use gets 256 where 4,096 is right.
 #
 # Seen with torch 2.13.0 on a CPU, Linux x86-64, one thread. 256 + 1 is 256 in BF16 (2,048 + 1 is 2,048 in FP16), so the gradient of a token or
-# channel stops growing, without a message. On 65,536 tokens whose frequencies fall as 1 / rank, with gradients of mean 0.02 and deviation
-# 0.1, that of a BF16 nn.Embedding(512, 64) is off by 44 % and that of a LayerNorm's bias by 90 %; rounding once costs 0.2 %. FP32 parameters
-# of the LayerNorm behind BF16 activations change nothing. LayerNorm's sum depends on the number of threads too: each ends at 256.
-# index_put_ with accumulate stops likewise; index_add_ and the gradients of nn.Linear and nn.RMSNorm are summed in FP32.
+# channel stops growing, without a message. On 65,536 tokens whose frequencies fall as 1 / rank, with gradients of mean 0.02 and deviation 0.1, that
+# of a BF16 nn.Embedding(512, 64) is off by 44 % and that of a LayerNorm's bias by 90 %; rounding once costs 0.2 %. FP32 parameters of the LayerNorm
+# behind BF16 activations change nothing. LayerNorm's sum depends on the number of threads too: each ends at 256. index_put_ with accumulate stops
+# likewise, and index_add_ of a vector; index_add_ of rows and the gradients of nn.Linear and nn.RMSNorm are summed in FP32.
 #
 # Exit code 0: as described; 1: the behaviour has changed. It needs a minute, and gigabytes where pip has no build of torch for CPUs.
 set -euo pipefail
