@@ -99,7 +99,7 @@ def command(job: Job, options: argparse.Namespace) -> list[str]:
     data, metrics = shlex.quote(str(options.data)), shlex.quote(str(options.out / job.name / "metrics.jsonl"))
     text = f"--train-data-path {data}/train_text_document --valid-data-path {data}/valid_text_document"
     words = f"--tokenizer-type GPT2BPETokenizer --vocab-file {data}/encoder.json --merge-file {data}/vocab.bpe"
-    course = f"{shlex.join(case_flags(job.precision))} --seed {job.seed} --train-iters {job.steps} --eval-interval {max(1, job.steps // 4)}"
+    course = f"{shlex.join(case_flags(job.precision))} --seed {job.seed} --train-iters {job.steps} --eval-interval {-(-job.steps // 4)}"
     course += f" --lr-warmup-iters {min(LR_WARM_UP, job.steps // 4)}"
     flags = f"{SHAPE} {COURSE} {text} {words} {course} --metrics-file {metrics} {options.flags}"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.processes)] if job.processes > 1 else []
