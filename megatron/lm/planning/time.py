@@ -218,17 +218,17 @@ def _weights(config: Config, cluster: Cluster, rates: Rates, stage: int) -> floa
 
 
 def _accumulation(config: Config, parameters: Sequence[Parameter], micro_batches: int, rates: Rates) -> float:
-    """Return the mean seconds per micro-batch to add each parameter's gradient to its sum, in a separate launch. The first gradient is
+    """Return the mean seconds per micro-batch to add each parameter's gradient to its sum, in launches of its own. The first gradient is
     the sum, or is cast to its format. Sums in FP8 are computed twice, for their scale and to store them, but for the last."""
-    wide, per_element = config.precision.recipe.compute.bytes, {}
+    wide, seconds = config.precision.recipe.compute.bytes, {}
     for kind, (_, formats) in state_formats(config).items():
         kept = accumulator_bytes(config, formats.grad)
         if kept < wide:
-            per_element[kind] = (2 * wide + kept) * 2 + (2 * wide + 3 * kept) * (micro_batches - 2)
+            moved, launches = (2 * wide + kept) * 2 + (2 * wide + 3 * kept) * (micro_batches - 2), 2 * micro_batches - 1
         else:
-            per_element[kind] = (wide + 2 * kept) * (micro_batches - 1) + (wide + kept if kept != wide else 0)
-    moved = sum(p.size * per_element[p.kind] for p in parameters)
-    return moved / micro_batches / rates("copy") + len(parameters) * (1 - 1 / micro_batches) * rates("launch")
+            moved, launches = (wide + 2 * kept) * (micro_batches - 1) + (wide + kept if kept != wide else 0), micro_batches - 1
+        seconds[kind] = moved / rates("copy"), launches * rates("launch")
+    return sum(p.size * seconds[p.kind][0] + seconds[p.kind][1] for p in parameters) / micro_batches
 
 
 def _head(config: Config, rates: Rates) -> dict[str, float]:

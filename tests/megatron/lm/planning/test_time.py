@@ -65,6 +65,14 @@ def test_an_eager_step_takes_no_less_than_its_host():
     assert step(f"{SMALL} --precision O3 {again}", rates=slow).total > 2.6
 
 
+def test_a_launch_adds_a_gradient_and_in_fp8_two_but_for_the_last():
+    def launches(accumulated: str) -> float:
+        text = f"{SMALL} --precision O3 --micro-batch-size 1 --global-batch-size 4 --grad-accum-dtype {accumulated}"
+        return step(text, rates=only(launch=1e6)).seconds["weights"]
+
+    assert launches("fp8-sr") - launches("bf16") == pytest.approx(2 * 4 * 4)  # layers, matrices, and 7 in place of 3
+
+
 def test_what_makes_a_step_longer():
     model = "--preset 1.3b --global-batch-size 32 --precision O3 --fp8-min-gain 0"
     base = step(model).total
