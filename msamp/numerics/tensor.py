@@ -170,8 +170,8 @@ class ScalingTensor(torch.Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        # While torch.compile traces, the inner tensors have no values, and it logs them.
-        scale_inv = f"{self.scale_inv.item():g}" if type(self.scale_inv) is torch.Tensor else "traced"
+        # On the meta device, and while torch.compile traces, which logs them, the inner tensors have no values.
+        scale_inv = "unknown" if self.scale_inv.is_meta or type(self.scale_inv) is not torch.Tensor else f"{self.scale_inv.item():g}"
         return f"ScalingTensor({self.format}, shape={tuple(self.shape)}, scale_inv={scale_inv}, as {self.dtype})"
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:

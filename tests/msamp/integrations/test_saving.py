@@ -83,6 +83,7 @@ def test_a_converted_model_loads_a_plain_state_and_its_scales_start_anew(level, 
     assert model[2][0].scaling.seen == 2
     if way != "copied":
         model = copy.deepcopy(model).to("meta")
+        assert "scale_inv=unknown" in str(model[2][0].weight)
         model = model.to_empty(device="cpu") if "to_empty" in way else model
     model.load_state_dict(source.state_dict(), strict=True, assign="meta" in way)
     assert (int(model[2][0].scaling.seen), model[2][0].scaling.steps) == (0, 0)
