@@ -357,7 +357,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def _table(self) -> Tables:
-        device = self._params()[0].device
+        device = next(p for group in self.param_groups for p in group["params"]).device
         if self._tables is None or self._tables.device != device:
             self._tables = Tables(device)
         return self._tables
