@@ -232,8 +232,8 @@ class ZeRO(Shard):
         Args:
             ahead: start only this many buckets now, and each later one when a module of the bucket so many places before it is about to
                 run, or in `wait`. Every rank must run the same forward and then `wait`. None starts all. For CUDA graphs, whose branches
-                seem to share few hardware queues in the order of capture: a forward that is captured after all gathers waits for most of them
-                (20 ms of a step of 524, Llama-3-8B on four H200s).
+                seem to share few hardware queues in the order of capture: a forward that is captured after all gathers waits for most
+                of them (20 ms of a step of 524, Llama-3-8B on four H200s).
         """
         self.deferred, self._started, self._ahead = False, 0, len(self._order) if ahead is None else ahead
         self._start(self._ahead)

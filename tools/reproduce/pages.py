@@ -120,7 +120,7 @@ def overview() -> str:
         )
         if len(heads) > 1:
             ours = f"{fmean(float(row['ours']) for row in heads):.4g} {heads[0]['unit']}".strip() + f", mean of {len(heads)}"
-        verdict = keep.verdict(one, rows) + (f"; {len(missing)} pieces missing" if missing else "")
+        verdict = keep.verdict(one, rows) + (f"; missing: {len(missing)}" if missing else "")
         what = one.headline if size else one.limits or "It has not been run yet."
         cells.append([f"[{one.title}]({name}.md)" if size else one.title, verdict, what, paper, ours, measured(rows)[0] if rows else ""])
     lines = [["table or figure", "verdict", "quantity, or why not", "paper", "ours", "device"], ["---"] * 6, *cells]
