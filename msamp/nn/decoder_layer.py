@@ -209,7 +209,7 @@ def computes_known_loss(model: nn.Module) -> bool:
     """Whether a model computes its loss by transformers' `ForCausalLMLoss`, which `causal_lm_loss` can replace: `forward` asks for it."""
     causal = getattr(model, "loss_type", "") in ("ForCausalLM", None) and hasattr(model, "lm_head")  # None: of GPT-2, by default the same
     forwards = (inspect.unwrap(vars(base)["forward"]) for base in type(model).__mro__ if "forward" in vars(base))
-    asked: Any = causal and any("loss_function" in forward.__code__.co_names for forward in forwards)
+    asked: Any = causal and any("loss_function" in getattr(getattr(each, "__code__", None), "co_names", ()) for each in forwards)
     loss: Any = getattr(model, "loss_function", None) if asked else None
     known = (getattr(loss, "__module__", ""), getattr(loss, "__qualname__", "")) == _LOSS
     return known and " ".join(inspect.signature(loss).parameters) == _LOSS_ARGUMENTS
