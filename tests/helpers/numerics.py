@@ -5,6 +5,7 @@ inputs made here and set with a margin of about 0.5 dB and a tenth of a share.
 """
 
 import base64
+import io
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -73,6 +74,14 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of the bytes of tensors, a ScalingTensor's payload and scale apart: so that NaN equals NaN, and -0 is not 0."""
     plain = [part for x in tensors for part in ([x.payload, x.scale_inv] if isinstance(x, ScalingTensor) else [x])]
     return [x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).clone() for x in plain]
+
+
+def through_a_file(x: Any, weights_only: bool = False, **options: Any) -> Any:
+    """What `torch.load` reads from what `torch.save` wrote."""
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only, **options)
 
 
 def same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:

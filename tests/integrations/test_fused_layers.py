@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import io
 import pickle
 
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 import msamp
 from helpers import dist, hosts
 from helpers.late_weights import late
+from helpers.numerics import through_a_file
 from msamp.nn import decoder_families, decoder_layer
 from msamp.nn.linear import transposed_weights
 from msamp.numerics.metrics import sqnr_db
@@ -221,10 +221,7 @@ def test_gradient_checkpointing(reentrant):
 def test_copies_and_pickles_train_on_alike():
     model, optimizer = begin(build())
     steps(model, optimizer)
-    buffer = io.BytesIO()
-    torch.save((model, optimizer), buffer)
-    buffer.seek(0)
-    pairs = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer))), torch.load(buffer, weights_only=False)]
+    pairs = [copied((model, optimizer)) for copied in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair)), through_a_file)]
     want = steps(model, optimizer)
     for pair in pairs:
         assert fused_halves(pair[0]) == 4

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import io
 import pickle
 
 import pytest
@@ -11,7 +10,7 @@ from torch import nn
 
 import msamp
 from helpers.mlp_loop import adamw, batches, mlp, train
-from helpers.numerics import bytes_of, codes
+from helpers.numerics import bytes_of, codes, through_a_file
 from msamp.numerics.formats import E4M3
 from msamp.numerics.fp8_gradient import FP8Gradient
 from msamp.numerics.tensor import ScalingTensor
@@ -164,14 +163,7 @@ def test_clipping_by_torch_and_by_msamp_folds_into_the_scale():
 # -------------------------------------------------------------------------------------------------------- copies, load, move
 
 
-def saved(pair):
-    file = io.BytesIO()
-    torch.save(pair, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair)), saved])
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair)), through_a_file])
 def test_a_copy_casts_too_and_trains_on_bit_for_bit(how):
     model, optimizer = started()
     steps(model, optimizer, 2)

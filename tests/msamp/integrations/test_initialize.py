@@ -1,7 +1,6 @@
 """`msamp.initialize` in plain PyTorch loops."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from torch import nn
 
 import msamp
 from helpers.mlp_loop import adamw, batches, mlp, train
+from helpers.numerics import through_a_file
 from msamp.nn.linear import FP8Linear
 from msamp.numerics import recipe
 from msamp.numerics.formats import E4M3, FP16
@@ -161,10 +161,7 @@ def test_saved_with_weights_only_and_loaded_it_goes_on_bit_for_bit(level):
     model = mlp()
     low, optimizer = msamp.initialize(model, adamw(model), level)
     train(low, optimizer, 20)
-    file = io.BytesIO()
-    torch.save({"model": low.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    saved = through_a_file({"model": low.state_dict(), "optimizer": optimizer.state_dict()}, weights_only=True)
     fresh = mlp()
     other, other_optimizer = msamp.initialize(fresh, adamw(fresh, lr=1.0), level)
     other.load_state_dict(saved["model"])

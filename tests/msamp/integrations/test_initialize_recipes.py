@@ -1,6 +1,5 @@
 """What each recipe means in a plain loop with `msamp.initialize`, on one process and on two."""
 
-import io
 import itertools
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ from torch import nn
 
 import msamp
 from helpers import dist
-from helpers.numerics import bytes_of, same
+from helpers.numerics import bytes_of, same, through_a_file
 from msamp import formats, recipes
 from msamp.optim.updates import format_names
 from msamp.parallel.greedy_zero import ZeRO
@@ -132,10 +131,7 @@ def test_saved_with_weights_only_and_loaded_it_goes_on_bit_for_bit(name):
     model, other = net(name), net(name)
     low, optimizer = msamp.initialize(model, adamw(model), name)
     go(low, optimizer, range(4))
-    file = io.BytesIO()
-    torch.save({"model": low.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    saved = through_a_file({"model": low.state_dict(), "optimizer": optimizer.state_dict()}, weights_only=True)
     other, other_optimizer = msamp.initialize(other, adamw(other, lr=1.0), name)
     other.load_state_dict(saved["model"])
     other_optimizer.load_state_dict(saved["optimizer"])

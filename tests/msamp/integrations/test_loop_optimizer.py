@@ -1,7 +1,6 @@
 """The optimizer of a loop of one's own: copies, other optimizers and schedulers beside it, groups added later, several processes."""
 
 import copy
-import io
 import pickle
 import warnings
 
@@ -13,6 +12,7 @@ from torch import nn
 import msamp
 from helpers import dist
 from helpers.mlp_loop import adamw
+from helpers.numerics import through_a_file
 from msamp.numerics.tensor import ScalingTensor
 
 LEVELS = ("O1", "O2", "O3")
@@ -44,16 +44,9 @@ def pickled(pair):
     return pickle.loads(pickle.dumps(pair))
 
 
-def saved(pair):
-    file = io.BytesIO()
-    torch.save(pair, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 @pytest.mark.promise("Optimizer states", "A deepcopy or pickle on one process continues bit for bit.")
 @every_level
-@pytest.mark.parametrize("how", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("how", [copy.deepcopy, pickled, through_a_file])
 def test_a_copy_of_model_and_optimizer_trains_on_as_they_do(level, how):
     first, optimizer = msamp.initialize(model := net(), adamw(model), level)
     train(first, optimizer, range(3))

@@ -1,7 +1,6 @@
 """Other people's loops and public bug reports, each a loop of 40 steps that must end within 1.5 % of its loss in FP32."""
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import msamp
 from helpers import dist
 from helpers.choices import each_once
-from helpers.numerics import make
+from helpers.numerics import make, through_a_file
 
 Step = Callable[[nn.Sequential, torch.optim.Optimizer, Tensor, int, dict[str, Any]], Tensor]
 
@@ -108,11 +107,9 @@ def mixed_reference(model, optimizer, x, i, kept):
 def resumed(model, optimizer, x, i, kept):
     """finetrainers #246 and bitsandbytes #782: a resumed run was worse, or did not start."""
     if i == 25:
-        saved = io.BytesIO()
-        torch.save([model.state_dict(), optimizer.state_dict()], saved)
+        states = through_a_file([model.state_dict(), optimizer.state_dict()], weights_only=True)
         for p in model.parameters():
             p.data.zero_()
-        states = torch.load(io.BytesIO(saved.getvalue()))
         model.load_state_dict(states[0])
         optimizer.load_state_dict(states[1])
     return step_of(optimizer, error(model, x))

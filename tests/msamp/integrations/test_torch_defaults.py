@@ -2,7 +2,6 @@
 
 import ast
 import copy
-import io
 import pathlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 import msamp
-from helpers.numerics import make
+from helpers.numerics import make, through_a_file
 from helpers.short_window import short
 
 
@@ -44,10 +43,7 @@ def trained(default: str | torch.dtype | None, recipe: str, settings: dict[str, 
                 msamp.float_copy(model)(x)
             its.step()
             if step == 5:
-                saved = io.BytesIO()
-                torch.save([model.state_dict(), its.state_dict()], saved)
-                saved.seek(0)
-                states = torch.load(saved, map_location="cpu")
+                states = through_a_file([model.state_dict(), its.state_dict()], map_location="cpu", weights_only=True)
                 model.load_state_dict(states[0])
                 its.load_state_dict(states[1])
             if step == 7 and not torch.distributed.is_initialized():

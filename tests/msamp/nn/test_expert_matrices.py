@@ -1,7 +1,6 @@
 """Each expert's matrix is a weight of its own, though the products read one tensor of them all."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 
 import msamp
 from helpers.moe_model import EXPERTS, HIDDEN, WIDTH, Mixture, batch, initialized, train
+from helpers.numerics import through_a_file
 from msamp.kernels import ops
 from msamp.nn import expert_matrices
 from msamp.nn.expert_matrices import ExpertMatrices
@@ -85,10 +85,7 @@ def test_one_launch_updates_the_matrices_of_all_experts():
 def copies(model: Mixture):
     yield "deep copy", copy.deepcopy(model)
     yield "pickle", pickle.loads(pickle.dumps(model))
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    yield "torch.save", torch.load(file, weights_only=False)
+    yield "torch.save", through_a_file(model)
     yield "moved", copy.deepcopy(model).to(torch.bfloat16).to(torch.float32)
 
 

@@ -1,7 +1,6 @@
 """FP8Linear as a layer: what it computes, what it keeps, and how it behaves in other people's training loops."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from helpers.choices import each_once, each_value
-from helpers.numerics import KINDS, Measures, check, make, measure, saturation_of_cast
+from helpers.numerics import KINDS, Measures, check, make, measure, saturation_of_cast, through_a_file
 from msamp.nn.linear import FP8Conv1D, FP8Linear, transposed_weights
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics import recipe
@@ -206,11 +205,8 @@ def test_saved_and_loaded_layers_go_on_alike(level):
         low(make("normal", (8, 64), seed=i) * (1 + i % 3)).square().sum().backward()
         state.roll()
     low(make("normal", (8, 64), seed=99))
-    buffer = io.BytesIO()
-    torch.save(low.state_dict(), buffer)
-    buffer.seek(0)
     other = pair(level=level, seed=1)[1]
-    other.load_state_dict(torch.load(buffer, weights_only=True))
+    other.load_state_dict(through_a_file(low.state_dict(), weights_only=True))
     assert other.scaling.delayed
     assert all(a.equal(b) for a, b in zip(low.buffers(), other.buffers(), strict=True))
     x, g = make("normal", (8, 64), seed=50) * 7, make("normal", (8, 48), seed=51)

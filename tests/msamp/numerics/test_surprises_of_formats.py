@@ -1,7 +1,6 @@
 """Where torch and the formats' own packages do not do what one would guess, and a user of ours must not notice."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -10,7 +9,7 @@ from safetensors.torch import load, save
 from torch import nn
 
 import msamp
-from helpers.numerics import make
+from helpers.numerics import make, through_a_file
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.tensor import ScalingTensor
 
@@ -48,10 +47,7 @@ def test_copies_travel_by_torch_and_what_pickle_cannot_read_is_not_changed_by_it
     """`pickle.loads` raises for plain float8 tensors, which only COAT's moments are; torch.save, copies and safetensors keep the bits."""
     model, optimizer = trained(level)
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    file = io.BytesIO()
-    torch.save(states, file)
-    file.seek(0)
-    copies = [torch.load(file), copy.deepcopy(states)]
+    copies = [through_a_file(states, weights_only=True), copy.deepcopy(states)]
     if level == "coat":
         with pytest.raises(AttributeError, match="UntypedStorage"):
             pickle.loads(pickle.dumps(states))

@@ -1,7 +1,6 @@
 """ScalingTensor as a tensor, a Parameter, a gradient, a thing in files and in other processes."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 
 import msamp
 from helpers.choices import each_value
-from helpers.numerics import bits, codes, make
+from helpers.numerics import bits, codes, make, through_a_file
 from msamp.numerics.formats import E4M3, E5M2, FP16
 from msamp.numerics.pickled_float8 import AsBytes, packed, unpacked
 from msamp.numerics.quantize import quantize
@@ -198,10 +197,7 @@ def test_state_dict_between_formats(source, target):
     a, b = Holder(source), Holder(target)
     with torch.no_grad():
         b.weight.zero_()
-    buffer = io.BytesIO()
-    torch.save(a.state_dict(), buffer)
-    buffer.seek(0)
-    b.load_state_dict(torch.load(buffer, weights_only=True))
+    b.load_state_dict(through_a_file(a.state_dict(), weights_only=True))
     assert b.weight.format is target
     values = a.weight.dequantize(torch.float32)
     if source is target:
@@ -259,13 +255,7 @@ def test_what_was_measured_of_a_payload_holds_until_it_changes():
 # States with plain float8 tensors survive pickle, deepcopy, copy and torch.save.
 
 
-def saved(pair):
-    file = io.BytesIO()
-    torch.save(pair, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-
-
-WAYS = {"pickle": lambda pair: pickle.loads(pickle.dumps(pair)), "deepcopy": copy.deepcopy, "torch.save": saved}
+WAYS = {"pickle": lambda pair: pickle.loads(pickle.dumps(pair)), "deepcopy": copy.deepcopy, "torch.save": through_a_file}
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> list[torch.Tensor]:

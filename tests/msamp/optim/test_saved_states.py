@@ -1,14 +1,13 @@
 """Optimizer states as they were saved: taken over, or refused before anything changes."""
 
 import copy
-import io
 
 import pytest
 import torch
 from torch import nn
 
 from helpers.fp8_adamw import TABLE6, parameter, snapshot
-from helpers.numerics import make, same
+from helpers.numerics import make, same, through_a_file
 from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, FP16, FP32
 from msamp.numerics.recipe import FP32_STATES, O1, O2, O3, StateFormats
 from msamp.numerics.tensor import ScalingTensor
@@ -145,9 +144,7 @@ def go_on(ps: list[nn.Parameter], optimizer: LowPrecisionOptimizer, steps: range
 def test_a_loaded_optimizer_goes_on_bit_for_bit(name):
     formats, weight = (O3.states, E4M3) if name == "O3" else (TABLE6[name], FP16)
     ps, optimizer = trained_of_optimizer_state_dict(formats, weight)
-    file = io.BytesIO()
-    torch.save({"weights": ps, "optimizer": optimizer.state_dict()}, file)
-    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    loaded = through_a_file({"weights": ps, "optimizer": optimizer.state_dict()}, weights_only=True)
     others, other = trained_of_optimizer_state_dict(formats, weight, steps=1)
     with torch.no_grad():
         for p, q in zip(others, loaded["weights"], strict=True):
