@@ -46,6 +46,7 @@ from msamp.nn.parameter_swap import apply_
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.lost_writes import loading
 from msamp.numerics.recipe import O2, Gemms, Recipe
+from msamp.numerics.stochastic_rounding import off_ties
 from msamp.numerics.tensor import ScalingTensor, not_exportable
 from msamp.numerics.tensor_ops import watch
 
@@ -74,7 +75,10 @@ def scaling_parameter(values: torch.Tensor, recipe: Recipe, requires_grad: bool 
         ValueError: if a value is NaN or infinite.
     """
     check_finite(values, name or "weight")
-    stored = ScalingTensor.quantize(values.contiguous(), recipe.weight)
+    moved = values
+    if name and requires_grad and recipe.gemm is not None and recipe.weight == recipe.states.master:
+        moved = off_ties(values, recipe.gemm.weight, recipe.weight, name)
+    stored = ScalingTensor.quantize(moved.contiguous(), recipe.weight, dtype=values.dtype)
     if name:
         stored.label = name
     return nn.Parameter(stored, requires_grad)
@@ -134,6 +138,8 @@ class Loading(nn.Module):
             elif isinstance(own, ScalingTensor):
                 if not isinstance(given, ScalingTensor):  # as a checkpoint of MS-AMP's is
                     check_finite(given, key)
+                    if own.payload.itemsize == 2 and own.requires_grad:
+                        given = state_dict[key] = off_ties(given, self.scaling.gemm.weight, own.format, own.label)
                     if local_metadata.get("assign_to_params_buffers"):
                         state_dict[key] = ScalingTensor.quantize(given, own.format, dtype=own.dtype)
                 if not any(each.startswith(f"{prefix}scaling.") for each in state_dict):

@@ -23,12 +23,17 @@ every step that changes it.
 
 import hashlib
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from msamp.numerics.formats import FP16, Format
+from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.quantize import cast
+from msamp.numerics.scaling import Exact, scale_from_amax
+
+if TYPE_CHECKING:
+    from msamp.numerics.recipe import Cast
 
 ROUNDINGS = ("nearest", "stochastic")
 # Odd multipliers: the golden ratio's, and those of a 32-bit hash that is known to mix well (C. Wellons' hash prospector).
@@ -138,3 +143,31 @@ def cast_stochastically(
             words = words.masked_fill(no_gradient.reshape(-1)[start : start + _PART] & (part.abs() < fmt.tiny), 0)
         out[start : start + _PART] = cast(round_stochastically(part, words, fmt, subnormals=subnormals), fmt)
     return out.view(x.shape)
+
+
+def off_ties(values: torch.Tensor, to: "Cast", master: Format, name: str) -> torch.Tensor:
+    """Return a weight from a BF16 checkpoint in FP32, with values midway between two FP8 codes moved toward the code they are cast to.
+
+    That is one in 16, and half of these codes would change in the first step along the gradient, however small. Each moves by whole steps
+    of `master`, uniform in [0, half a step of BF16), so an update changes codes in proportion to its size. Codes and values in BF16 keep
+    their bits. Weights are returned as they are if a value is off BF16's grid, or the cast's scales are no powers of two: few are midway.
+
+    Args:
+        values: finite, any shape and float dtype.
+        to, master: the cast to the codes, and the format in which the result will be stored.
+        name: of the weight in the model, with its offset if it is a shard. The draw depends on it and on each value's index alone.
+    """
+    moved = values.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    parts, fmt = moved.view(torch.int32).view(-1).split(_PART), to.format
+    if isinstance(to.scaling, Exact) or any(bool((part & 0xFFFF).any()) for part in parts):
+        return values
+    scale, key = scale_from_amax(TENSORWISE.amax(moved), fmt.max), tensor_key(0, f"ties of {name}")
+    half, unit = 1 << (22 - fmt.mantissa_bits), 1 << (23 - master.mantissa_bits)
+    for number, part in enumerate(parts):
+        (at,) = torch.where(((part & (2 * half - 1)) == half) | (part.view(torch.float32).abs() < fmt.tiny / scale))
+        x = part[at].view(torch.float32).abs() * scale
+        bits = (x + (x < fmt.tiny).float() * fmt.tiny).view(torch.int32)  # from `tiny` on, FP32 has the spacing of subnormal codes
+        steps = ((hashes(key, at + number * _PART) >> 17) & 0x7FFF) // unit * unit
+        steps = torch.where((bits & (2 * half)) > 0, steps, -steps)  # away from zero if the lower code is odd
+        part[at] += steps.masked_fill((bits & (2 * half - 1)) != half, 0)
+    return moved

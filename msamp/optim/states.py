@@ -23,7 +23,8 @@ import torch
 
 from msamp.numerics.formats import FP32, PLAIN_FP16, Format, of_dtype
 from msamp.numerics.range_expand import STATE_GROUP, Expanded
-from msamp.numerics.stochastic_rounding import tensor_key
+from msamp.numerics.recipe import Cast
+from msamp.numerics.stochastic_rounding import off_ties, tensor_key
 from msamp.numerics.tensor import PLAIN, ScalingTensor, fp32_values
 
 # FP8-LM's Table 6, #3 and #4, both reproduced on a 125M GPT (docs/reproduction/fp8lm-table6.md).
@@ -148,6 +149,8 @@ def make_master(p: torch.Tensor, master: Format, values: torch.Tensor | None = N
         values: the parameter before it was rounded to its own format (any float dtype); by default its current values.
     """
     p = local(p)
+    if values is not None and isinstance(p, ScalingTensor) and p.label and p.requires_grad:  # one that is just initialized has no name
+        values = off_ties(values, Cast(p.format), master, p.label)
     values = fp32_values(p if values is None else values).to(p.device)
     if master.scaled:
         return ScalingTensor.quantize(values, master)

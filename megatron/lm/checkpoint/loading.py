@@ -229,8 +229,9 @@ def _take(training: Training, saved: SavedCheckpoint) -> _Taken:
     taken = _Taken(with_states=_with_states(settings, saved))
     reader = TensorReader(stored, info["vocab_size"], taken.requantised, info["iteration"])
     masters = {p: by_name(group["formats"]["master"]) for group in training.optimizer.param_groups for p in group["params"]}
+    gemm = training.config.precision.recipe.gemm
     for name, p in training.model.named_parameters():
-        taken.model[name], values = reader.weight(p, masters[p], where[name], with_values=not taken.with_states)
+        taken.model[name], values = reader.weight(p, masters[p], where[name], gemm, with_values=not taken.with_states)
         if values is not None:
             taken.values[name] = values
     taken.model |= _expert_biases(training.model, stored, where)

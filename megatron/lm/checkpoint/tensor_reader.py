@@ -10,6 +10,8 @@ from megatron.lm.checkpoint.values import StoredTensor, check_remainder, find, f
 from msamp.nn.scaling_state import TensorScales
 from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, FP32, Format
+from msamp.numerics.recipe import Cast, Gemms
+from msamp.numerics.stochastic_rounding import off_ties
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.shard import Holding
 from msamp.optim.states import by_key, is_own_master, weight_format
@@ -75,16 +77,21 @@ class TensorReader:
         self.requantised.add(name)
         return mcf.remainder_payload(pair, fmt.dtype)
 
-    def weight(self, p: Tensor, master: Format, where: list[Place], with_values: bool) -> tuple[Tensor, Tensor | None]:
-        """Read the weight, and `with_values` the values for a separate master (None: the weight is its own master)."""
-        fmt = weight_format(p)
+    def weight(self, p: Tensor, master: Format, where: list[Place], gemm: Gemms | None, with_values: bool) -> tuple[Tensor, Tensor | None]:
+        """Read the weight, and `with_values` the values for a separate master (None: the weight is its own); `off_ties` moves new ones."""
+        fmt, name = weight_format(p), f"{where[0].name} {where[0].offset}"
         if is_own_master(p, master):
-            return self._to(self.best(where, p.shape, fmt), fmt, p.dtype), None
+            own = self._to(self.best(where, p.shape, fmt), fmt, p.dtype)
+            if with_values and gemm is not None and isinstance(own, ScalingTensor):
+                moved = off_ties(before := own.float(), gemm.weight, master, name)
+                own = own if moved is before else ScalingTensor.quantize(moved, fmt, dtype=p.dtype)
+            return own, None
         weight = self.find("model", where, p.shape)
         keeps = weight.keeps_bits(fmt)
         if keeps and not with_values:
             return weight.to(fmt, p.dtype), None
         values = self.best(where, p.shape, FP32).values()
+        values = off_ties(values, Cast(fmt), master, name) if fmt.scaled else values
         if keeps:
             return weight.to(fmt, p.dtype), values
         self.requantised.add(weight.key)

@@ -57,7 +57,7 @@ def values(model: nn.Module) -> list[torch.Tensor]:
 def train(level: str, *, micro_batches: int = 1, **options) -> dict:
     """An ordinary loop over `batch`: losses of the whole batch, what the model has become, and the optimizer's state."""
     rank, ranks = dist.place()
-    model = Net(rank * 100)
+    model = Net(rank * 100).bfloat16().float()  # as a checkpoint's weights are
     model, optimizer = msamp.initialize(model, wanting(model), by_name(level).with_scaling(Delayed(WINDOW)), **options)
     start = values(model)
     losses = []
