@@ -150,7 +150,7 @@ class Entry:
         axes: of the figure, if findings have an `x`.
         drawn: words that the names of the figure's curves contain; all curves contain the empty ones.
         verdict: one of `VERDICTS`; the last for an entry without results. "not comparable": the run differs from the claim in a condition
-            that decides the number. `BY_LOSSES` for a claim of equal losses alone, which `keep.verdict` judges for each baseline: "does
+            that decides the number. `BY_LOSSES` for a claim of equal losses, which `keep.verdict` judges for each baseline: "does
             not hold" if one of its pairs is above or below, "holds" if all hold, "holds in part" if some do, else "not shown".
         judged: size of the results that the verdict is about; for others it must be revised.
         agree: where our results and the paper's agree, and where not. It contains no measured number.
