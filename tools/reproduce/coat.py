@@ -87,8 +87,8 @@ def of_layers(measured: Sequence[Row]) -> Iterator[Finding]:
 def flow(task: Task) -> Iterator[Finding]:
     """Train a small Llama whose layers exchange FP8, with `tools/reproduce/coat_flow.py`."""
     name, _, seed = task.piece.rpartition(", seed ")
-    loop, _ = FLOWS[task.size]
-    *course, (_, valid) = _reported(task.piece, loop.steps, coat_flow.train(coat_flow.FLOWS[name], loop, bytes_of(task.text), int(seed)))
+    loop, kind = FLOWS[task.size][0], coat_flow.FLOWS[name.removesuffix(" again")]
+    *course, (_, valid) = _reported(task.piece, loop.steps, coat_flow.train(kind, loop, bytes_of(task.text), int(seed)))
     yield from training(name, course, valid, int(seed))
 
 
