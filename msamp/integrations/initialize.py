@@ -86,9 +86,10 @@ def initialize(
     describe their weights. A gradient is quantized once, after all micro-batches of the step have accumulated; run the backward of every
     micro-batch but the last under `optimizer.no_sync()`. Other matrices, such as embeddings and kernels of convolutions, keep their dtype
     and have BF16 gradients and the same moments. In FP32 they are their own masters; in BF16 they have a separate master in the table's
-    format. Norms and biases have FP32 gradients and states. No module is replaced; with `fuse`, layers, norms and GELUs of transformers
-    become objects of a subclass of their class, and its loss becomes `causal_lm_loss`. Build the model with `msamp.LayerNorm`,
-    `msamp.RMSNorm` and `msamp.Activation` to save their inputs in FP8 groups.
+    format. Norms and biases have FP32 gradients and states. Masters from BF16 weights differ from them by less than half a step of BF16,
+    with the same FP8 codes (`off_ties` in `msamp.numerics.stochastic_rounding`). No module is replaced; with `fuse`, layers, norms and
+    GELUs of transformers become objects of a subclass of their class, and its loss becomes `causal_lm_loss`. Build the model with
+    `msamp.LayerNorm`, `msamp.RMSNorm` and `msamp.Activation` to save their inputs in FP8 groups.
 
     On one process, a recipe with FP8 gradients casts them during backward: `p.grad` has the parameter's dtype and stores one byte per
     element and a scale (`msamp.numerics.fp8_gradient`). A second backward before `zero_grad`, or any write other than clipping, widens it

@@ -164,10 +164,9 @@ def off_ties(values: torch.Tensor, to: "Cast", master: Format, name: str) -> tor
     scale, key = scale_from_amax(TENSORWISE.amax(moved), fmt.max), tensor_key(0, f"ties of {name}")
     half, unit = 1 << (22 - fmt.mantissa_bits), 1 << (23 - master.mantissa_bits)
     for number, part in enumerate(parts):
-        (at,) = torch.where(((part & (2 * half - 1)) == half) | (part.view(torch.float32).abs() < fmt.tiny / scale))
-        x = part[at].view(torch.float32).abs() * scale
+        x = part.view(torch.float32).abs() * scale
         bits = (x + (x < fmt.tiny).float() * fmt.tiny).view(torch.int32)  # from `tiny` on, FP32 has the spacing of subnormal codes
+        (at,) = torch.where((bits & (2 * half - 1)) == half)
         steps = ((hashes(key, at + number * _PART) >> 17) & 0x7FFF) // unit * unit
-        steps = torch.where((bits & (2 * half)) > 0, steps, -steps)  # away from zero if the lower code is odd
-        part[at] += steps.masked_fill((bits & (2 * half - 1)) != half, 0)
+        part[at] += torch.where((bits[at] & (2 * half)) > 0, steps, -steps)  # away from zero if the lower code is odd
     return moved
