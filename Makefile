@@ -136,7 +136,8 @@ soak: $(READY) ## kill small trainings 100 times at random moments, and see that
 fuzz: $(READY) ## 3,000 damaged and forged checkpoints and files: each is refused in a line, and nothing gets out
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/tests:$(PYTHONPATH) $(PYTHON) -m attack.fuzz $(ARGS)
 
-lint: $(READY) ## ruff, mypy, and the direction of imports
+lint: $(READY) ## ruff, mypy, the direction of imports, and no marks of a merge conflict
+	! git grep -nE '^(<{7}|>{7}) '
 	$(PYTHON) -m ruff check $(LINTED)
 	$(PYTHON) -m ruff format --check $(LINTED)
 	$(PYTHON) -m mypy msamp megatron/lm tools
