@@ -54,7 +54,7 @@ def plain_state_dict(
     masters = {} if optimizer is None else masters_of(optimizer)
     if masters is None:
         return {}
-    state = dict(exact_state_dict(model))
+    state = exact_state_dict(model)  # keeps the versions of the modules' states (`_metadata`)
     _make_plain(model, state, "", masters)
     if dtype is not None:
         for names, value in plain_weights(model, masters):
@@ -87,12 +87,10 @@ def _value(p: torch.Tensor, masters: Mapping[int, torch.Tensor], transposed: boo
 def fp8_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the exact state of a converted model in plain tensors: for a low-precision weight its payload (float8_e4m3fn or float16) and
     `<name>_scale_inv` (FP32, 0-dim), with weight = payload * scale_inv. `load_state_dict` of a converted model accepts it."""
-    state: dict[str, torch.Tensor] = {}
-    for key, value in exact_state_dict(model).items():
+    state = exact_state_dict(model)
+    for key, value in list(state.items()):
         if isinstance(value, ScalingTensor):
             state[key], state[f"{key}_scale_inv"] = value.payload.contiguous(), value.scale_inv
-        else:
-            state[key] = value
     return state
 
 
