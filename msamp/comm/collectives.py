@@ -83,13 +83,7 @@ class Peers(WithGroup):
         return received.view(self.ranks, sizes[self.rank])
 
     def start_all_to_all(
-        self,
-        flat: torch.Tensor,
-        sizes: Sequence[int],
-        what: str,
-        kind: str = "weight",
-        label: str = "all-to-all",
-        async_op: bool = True,
+        self, flat: torch.Tensor, sizes: Sequence[int], what: str, kind: str = "weight", label: str = "all-to-all", async_op: bool = True
     ) -> "Pending":
         """Start an `all_to_all`; its result is flat, rank after rank."""
         if self.ranks == 1:
@@ -114,13 +108,7 @@ class Peers(WithGroup):
         return self.start_all_gather(own, sizes, what, kind, label, async_op=self.copies).keep()
 
     def start_all_gather(
-        self,
-        own: torch.Tensor,
-        sizes: Sequence[int],
-        what: str,
-        kind: str = "weight",
-        label: str = "all-gather",
-        async_op: bool = True,
+        self, own: torch.Tensor, sizes: Sequence[int], what: str, kind: str = "weight", label: str = "all-gather", async_op: bool = True
     ) -> "Pending":
         """Start an `all_gather`."""
         if self.ranks == 1:

@@ -67,11 +67,7 @@ class Plan:
 
 
 def partition(
-    shapes: Sequence[Sequence[int]],
-    ranks: int,
-    limit: float = 0.05,
-    carried: Sequence[int] | None = None,
-    whole: Collection[int] = (),
+    shapes: Sequence[Sequence[int]], ranks: int, limit: float = 0.05, carried: Sequence[int] | None = None, whole: Collection[int] = ()
 ) -> Partition:
     """FP8-LM Algorithm 1, with tensors cut along dim 0 until the padding is at most `limit`.
 

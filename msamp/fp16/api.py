@@ -98,9 +98,9 @@ def initialize(
     limits = {"min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}
     chosen = level.loss_scale if loss_scale is None else loss_scale
     scalers = [LossScaler(chosen, **options, **limits) for _ in range(num_losses)]  # type: ignore[arg-type]
-    _check_optimizers(optimizers, level)
     for each in models:
         check_model(each, level)
+    _check_optimizers(optimizers, level)
     full: dict[torch.Tensor, torch.Tensor] = {}
     for each in models:
         full |= prepare_model(each, level, keep_fp32)
@@ -114,7 +114,7 @@ def _amp(optimizers: Sequence[torch.optim.Optimizer]) -> _Amp:
     amps = {getattr(optimizer, "amp", None) for optimizer in optimizers}
     amp = amps.pop() if len(amps) == 1 else None
     if amp is None:
-        raise ValueError("the optimizers were not initialized by one msamp.amp.initialize call; pass the optimizers that it returned")
+        raise ValueError("the optimizers were not initialized by one msamp.amp.initialize call; pass those that it returned, not copies")
     return amp
 
 

@@ -66,8 +66,7 @@ def check_model(model: nn.Module, level: OptLevel) -> None:
         raise ValueError(
             f"the model is a {type(model).__name__}, whose buckets already depend on the dtypes; initialize first, then wrap it"
         )
-    if any(isinstance(m.forward, functools.partial) and m.forward.func in (_autocast, _between) for m in model.modules()):
-        raise ValueError("the model was already passed to msamp.amp.initialize; call it once, with all optimizers in a list")
+    check_first(model)
     if not list(model.parameters()):
         raise ValueError("the model has no parameters, which determine the device; leave it out, or initialize the model that contains it")
     for name, p in model.named_parameters():
@@ -79,6 +78,12 @@ def check_model(model: nn.Module, level: OptLevel) -> None:
             raise ValueError(f"{name} has a gradient, which would be lost; initialize before the first backward")
         if level.fp16_weights and p.is_floating_point() and p.numel() and not p.detach().abs().amax() <= FP16.max:
             raise ValueError(f"{name} has values outside +-{FP16.max:.0f}, the range of FP16; train it at O1, or in BF16")
+
+
+def check_first(model: nn.Module) -> None:
+    """Raise a ValueError if the model already computes in FP16 at one of these levels."""
+    if any(isinstance(m.forward, functools.partial) and m.forward.func in (_autocast, _between) for m in model.modules()):
+        raise ValueError("the model was already passed to msamp.amp.initialize; call it once, with all optimizers, and no other")
 
 
 def prepare_model(model: nn.Module, level: OptLevel, keep_fp32: Keep = is_norm) -> dict[torch.Tensor, torch.Tensor]:
@@ -105,7 +110,8 @@ def prepare_model(model: nn.Module, level: OptLevel, keep_fp32: Keep = is_norm) 
 
 def _halve(module: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
     """Cast the tensors of `module` itself to FP16, but no rotary frequencies; return the former values of its parameters."""
-    full: dict[torch.Tensor, torch.Tensor] = {p: p.data for p in module.parameters(recurse=False) if p.is_floating_point()}
+    new = (p for p in module.parameters(recurse=False) if p.dtype == torch.float32)  # a tied weight is FP16 the second time
+    full: dict[torch.Tensor, torch.Tensor] = {p: p.data for p in new}
     for p, values in full.items():
         p.data = values.half()
     for name, buffer in module.named_buffers(recurse=False):

@@ -3,7 +3,8 @@
 It uses the optimizer's step hooks, so the user's optimizer object remains in use, with its schedulers, `state_dict` and `zero_grad`.
 """
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ class AmpStep:
 
     A backward pass writes scaled gradients between `open` and `unscale`. `unscale` adds the unscaled gradients, in FP32 (or FP16 if the
     parameter is FP16), to `.grad` of the tensors that the optimizer updates. With masters it then drops the FP16 gradients, and
-    `optimizer.step()` drops the masters' gradients, so a missing `zero_grad` has no effect.
+    `optimizer.step()` drops the masters', so a missing `zero_grad` has no effect; one drops FP16 gradients of other optimizers' losses.
 
     Args:
         optimizer: its groups contain the masters instead of the FP16 parameters from now on.
@@ -41,6 +42,8 @@ class AmpStep:
         self._scale: torch.Tensor | None = None  # loss scale of the gradients that are not unscaled yet
         self._aside: dict[torch.Tensor, torch.Tensor] = {}
         self.overflows: list[torch.Tensor] = []
+        if self.masters:
+            optimizer.zero_grad = functools.partial(self._zero_grad, optimizer.zero_grad)  # type: ignore[method-assign]
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
@@ -112,6 +115,11 @@ class AmpStep:
         """Raise a ValueError if gradients are still scaled."""
         if self._scale is not None:
             raise ValueError("the gradients are still scaled by the loss scale; run the step's last scale_loss without delay_unscale")
+
+    def _zero_grad(self, masters: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        for p in self.masters.values():
+            p.grad = None
+        masters(*args, **kwargs)
 
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from msamp.fp16.opt_level import check_first
 from msamp.integrations.loop_optimizer import LoopOptimizer
 from msamp.integrations.takeover import check_groups, check_optimizer, former_optimizers
 from msamp.kernels.scaled_mm import warn_if_emulated
@@ -89,6 +90,7 @@ def checked(
 
 def _check_values(model: nn.Module) -> None:
     """Raise a ValueError for a parameter without values, or with a dtype that cannot be trained in low precision."""
+    check_first(model)
     for name, p in model.named_parameters():
         check_plain(p, name)
         if isinstance(p, nn.parameter.UninitializedParameter):

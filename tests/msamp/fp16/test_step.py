@@ -160,7 +160,7 @@ def test_steps_that_would_go_wrong_are_refused():
         amp.scale_loss(model(torch.ones(1, 1)).sum(), optimizer) as scaled,
     ):
         scaled.backward()
-    model.zero_grad()
+    optimizer.zero_grad()  # drops it, as Apex's
     with amp.scale_loss(model(torch.ones(1, 1)).sum(), optimizer, delay_unscale=True) as scaled:
         scaled.backward()
     with pytest.raises(ValueError, match="still scaled by the loss scale"):
