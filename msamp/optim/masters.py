@@ -99,7 +99,7 @@ def follow_weight_in_pair_(remainder: torch.Tensor, weight: torch.Tensor) -> Non
 
 
 def version_of(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Return version numbers that change with every write, except through `.data` of a plain tensor, which has its own counter."""
+    """Return numbers that change with every write, except in place through `.data` of a plain tensor, which has its own counter."""
     versions: list[int] = []
     for x in tensors:
         if type(x) is ScalingTensor:  # comparisons of types are faster, and a step makes ten per parameter
@@ -107,5 +107,5 @@ def version_of(*tensors: torch.Tensor) -> tuple[int, ...]:
         elif type(x) not in PLAIN:
             x = local(x)
             x = x.payload if isinstance(x, ScalingTensor) else x
-        versions += (id(x), x._version)
+        versions += (id(x), x._version, x.data_ptr())
     return tuple(versions)
