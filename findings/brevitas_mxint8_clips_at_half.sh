@@ -1,10 +1,11 @@
 #!/bin/bash
 # Brevitas' MXInt8 quantizers clip at the power of two below each block's maximum: up to half of it is lost, 36 % of uniform weights' norm.
 #
-# Seen with brevitas 0.13.4 and torch 2.13.0 on a CPU, Linux x86-64. OCP's MXINT8 has the same scale, 2^floor(log2(maximum)), and elements up to 127 / 64, so
-# that nothing is clipped by more than 1 / 128. Brevitas rounds the scale down but lets 127 stand for the scale itself: a block with maximum 0.99 ends at
-# 0.496. Of normal weights and activations 16 % are lost; the asymmetric quantizer is worse. 8 bits thereby do worse than MX's 4 (11 %), without a message, and
-# a model trained through them learns what is left. The docstrings call it MX; MXFloat8e4m3 clips an eighth at most, as OCP's rule does.
+# Seen with brevitas 0.13.4 and torch 2.13.0 on a CPU, Linux x86-64. OCP's MXINT8 has the same scale, 2^floor(log2(maximum)), and elements up to 127 /
+# 64, so that nothing is clipped by more than 1 / 128. Brevitas rounds the scale down but lets 127 stand for the scale itself: a block with maximum
+# 0.99 ends at 0.496. Of normal weights and activations 16 % are lost; the asymmetric quantizer is worse. 8 bits thereby do worse than MX's 4 (11 %),
+# without a message, and a model trained through them learns what is left. The docstrings call it MX; MXFloat8e4m3 clips an eighth at most, as OCP's
+# rule does.
 #
 # Exit code 0: as described; 1: the behaviour has changed. It needs a minute, and gigabytes where pip has no build of torch for CPUs.
 set -euo pipefail

@@ -1,11 +1,11 @@
 #!/bin/bash
 # torch's get_optimizer_state_dict and get_state_dict, called before training, count a step: every update of the run that follows is another.
 #
-# Seen with torch 2.13.0 on a CPU, Linux x86-64. Of an optimizer without state they call step() with gradients of zero and a learning rate of 0, and leave
-# what that did: AdamW starts at step 2 with moments of zero, its first update a quarter too small; RAdam's is half, and Rprop keeps the 0 as its step size and
-# stays at 1e-6. So a run that writes a checkpoint before its first step, or logs its state's size, is not the run that does not, bit for bit and seed for
-# seed. Loading a checkpoint next undoes it. A comment in the source names loading; the docstrings name no effect on the optimizer. `msamp.initialize`'s
-# optimizers have their state from the start, and are left alone.
+# Seen with torch 2.13.0 on a CPU, Linux x86-64. Of an optimizer without state they call step() with gradients of zero and a learning rate of 0, and
+# leave what that did: AdamW starts at step 2 with moments of zero, its first update a quarter too small; RAdam's is half, and Rprop keeps the 0 as
+# its step size and stays at 1e-6. So a run that writes a checkpoint before its first step, or logs its state's size, is not the run that does not,
+# bit for bit and seed for seed. Loading a checkpoint next undoes it. A comment in the source names loading; the docstrings name no effect on the
+# optimizer. `msamp.initialize`'s optimizers have their state from the start, and are left alone.
 #
 # Exit code 0: as described; 1: the behaviour has changed. It needs a minute, and gigabytes where pip has no build of torch for CPUs.
 set -euo pipefail

@@ -4,8 +4,8 @@
 # Seen with keras 3.15.1 and jax 0.10.2 on a CPU, Linux x86-64; the torch backend (torch 2.13.0) is the same. update_step casts both betas to the
 # variable's dtype, and its bias correction sqrt(1 - beta_2^step) is then 0 for good. The moments move, the run takes its time, and the weights that
 # it saves are those that it loaded: fine-tuning a BF16 checkpoint like this trains nothing, without a message. Nadam ends in NaN. Adamax, RMSprop,
-# SGD, Lion and Adafactor learn. The rounded beta is 1 from 0.9981 on. Right: "mixed_bfloat16", whose variables are FP32, or beta_2 = 0.99. Keras' pages of
-# Adam and of dtype policies do not mention it.
+# SGD, Lion and Adafactor learn. The rounded beta is 1 from 0.9981 on. Right: "mixed_bfloat16", whose variables are FP32, or beta_2 = 0.99. The
+# docstrings of Adam and of dtype policies do not mention it.
 #
 # Exit code 0: as described; 1: the behaviour has changed. It needs a minute.
 set -euo pipefail

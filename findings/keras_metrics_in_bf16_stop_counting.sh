@@ -1,10 +1,10 @@
 #!/bin/bash
 # Keras with set_floatx("bfloat16") reports an accuracy of 1.0 where 0.5 is right, and a loss of 4.0 for 2.25: its metrics count in BF16.
 #
-# Seen with keras 3.15.1 and jax 0.10.2 on a CPU, Linux x86-64. Totals and counts of keras.metrics are of the dtype floatx, and stop growing, a count of
-# batches or samples of 1 at 256, a total of 2.25s at 1,024. `fit` and `evaluate` report what is left from a few hundred batches of one sample on,
-# and callbacks stop and save by it. The weights are unaffected. Nothing is reported, and the page of set_floatx warns of float16 and recommends mixed
-# precision for speed, not for metrics. Right: set_dtype_policy("bfloat16") or, for FP32 weights, "mixed_bfloat16"; both keep metrics in FP32.
+# Seen with keras 3.15.1 and jax 0.10.2 on a CPU, Linux x86-64. Totals and counts of keras.metrics are of the dtype floatx, and stop growing, a count
+# of batches or samples of 1 at 256, a total of 2.25s at 1,024. `fit` and `evaluate` report what is left from a few hundred batches of one sample on,
+# and callbacks stop and save by it. The weights are unaffected. Nothing is reported, and the docstring of set_floatx warns of float16 only. Right:
+# set_dtype_policy("bfloat16") or, for FP32 weights, "mixed_bfloat16"; both keep metrics in FP32.
 #
 # Exit code 0: as described; 1: the behaviour has changed. It needs a minute.
 set -euo pipefail

@@ -1,11 +1,11 @@
 #!/bin/bash
 # megatron-core's IndexedDatasetBuilder writes a tensor's token 70,000 to a uint16 dataset as 4,464; from a Python list the same is an error.
 #
-# Seen with megatron-core 0.16.1, torch 2.13.0 and numpy 2.4.6 on a CPU, Linux x86-64, in add_item and add_document, of tensors and of NumPy arrays. NumPy
-# checks Python's integers against the dtype and wraps those of arrays, and add_item takes tensors only. A vocabulary of more than 65,536 with
+# Seen with megatron-core 0.16.1, torch 2.13.0 and numpy 2.4.6 on a CPU, Linux x86-64, in add_item and add_document, of tensors and of NumPy arrays.
+# NumPy checks Python's integers against the dtype and wraps those of arrays, and add_item takes tensors only. A vocabulary of more than 65,536 with
 # dtype=numpy.uint16, as in scripts that were written for GPT-2's, therefore becomes a dataset of other, valid tokens, -1 becomes 65,535, and training
-# on it runs without a message. DType.optimal_dtype(vocab_size), which core's own preprocessing calls, is right if vocab_size counts added tokens, too. The
-# docstrings name no range.
+# on it runs without a message. DType.optimal_dtype(vocab_size), which core's own preprocessing calls, is right if vocab_size counts added tokens,
+# too. The docstrings name no range.
 #
 # Exit code 0: as described; 1: the behaviour has changed. It needs a minute, and gigabytes where pip has no build of torch for CPUs.
 set -euo pipefail

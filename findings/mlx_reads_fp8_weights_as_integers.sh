@@ -1,10 +1,10 @@
 #!/bin/bash
 # mlx.core.load reads FP8 (E4M3) and E8M0 tensors of a safetensors file as uint8: 1.0 is 56 and -1.0 is 184, and nn.Module takes them as weights.
 #
-# Seen with mlx 0.32.4 (CPU), safetensors 0.8.0 and torch 2.13.0 on Linux x86-64. mlx has no FP8 dtype, and refuses F8_E5M2 and other dtypes that it does not
-# have; of F8_E4M3 and F8_E8M0 it returns the codes. load_weights(strict=True) looks at names and shapes only, so that a model computes with integers
-# from 0 to 254 in place of numbers around 0, and save_weights writes them as U8. Nothing is reported, and the page of mlx.core.load does not name
-# it. Right: mlx.core.from_fp8 on each such tensor, after a look at the file's header. (mlx-lm does so for the models that it knows.)
+# Seen with mlx 0.32.4 (CPU), safetensors 0.8.0 and torch 2.13.0 on Linux x86-64. mlx has no FP8 dtype, and refuses F8_E5M2 and other dtypes that it
+# does not have; of F8_E4M3 and F8_E8M0 it returns the codes. load_weights(strict=True) looks at names and shapes only, so that a model computes with
+# integers from 0 to 255 in place of numbers around 0, and save_weights writes them as U8. Nothing is reported, and the page of mlx.core.load does not
+# name it. Right: mlx.core.from_fp8 on each such tensor, after a look at the file's header. (mlx-lm does so for the models that it knows.)
 #
 # Exit code 0: as described; 1: the behaviour has changed. It needs a minute, and gigabytes where pip has no build of torch for CPUs.
 set -euo pipefail

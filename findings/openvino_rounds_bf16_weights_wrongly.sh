@@ -1,11 +1,11 @@
 #!/bin/bash
 # OpenVINO rounds FP32 constants to BF16 to nearest only where the code comes out odd: a quarter of a model's weights are one unit too small.
 #
-# Seen with openvino 2026.4.1, ml_dtypes 0.6.0 and numpy 2.4.6 on Linux x86-64. Right is to nearest, ties to even, as its own CPU plugin does for inputs that are
-# not constants. opset constants with dtype=bf16 and Convert operators that are folded when a model is compiled (FP32 weights behind casts, as autocast
-# leaves them in an exported model) cut the lower bits of every number whose BF16 code is even, and round the others up from half: errors reach a whole
-# unit of the last place in place of half of one, and weights shrink by 0.14 % on average. So a constant and an input of the same values differ within one graph.
-# Nothing is reported, and the page of Convert-1 does not name it. FP16 and FP8 constants are the same folded or not.
+# Seen with openvino 2026.4.1, ml_dtypes 0.6.0 and numpy 2.4.6 on Linux x86-64. Right is to nearest, ties to even, as its own CPU plugin does for
+# inputs that are not constants. opset constants with dtype=bf16 and Convert operators that are folded when a model is compiled (FP32 weights behind
+# casts, as autocast leaves them in an exported model) cut the lower bits of every number whose BF16 code is even, and round the others up from half:
+# errors reach a whole unit of the last place in place of half of one, and weights shrink by 0.14 % on average. So a constant and an input of the same
+# values differ within one graph. Nothing is reported. FP16 and FP8 constants are the same folded or not.
 #
 # Exit code 0: as described; 1: the behaviour has changed. It needs half a minute.
 set -euo pipefail

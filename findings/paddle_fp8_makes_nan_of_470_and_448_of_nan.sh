@@ -1,10 +1,11 @@
 #!/bin/bash
 # Paddle's cast to float8_e4m3fn on a CPU makes NaN of 464.01 to 479.9, 448 of everything above, and 448 of NaN itself.
 #
-# Seen with paddlepaddle 3.3.1 (CPU) on Linux x86-64, from FP32, BF16 and FP16. A careful engineer expects saturation, as on NVIDIA's GPUs, or NaN above
-# 464, as in ml_dtypes; here a number that overflows by 5 % is NaN and one that overflows a millionfold is finite. A NaN among gradients or
-# weights is gone: it returns as 448 times the scale, and a check for NaN behind the cast passes. Infinity is 448, too. E5M2 keeps NaN, and saturates. Nothing
-# is reported, and the page of paddle.cast names no rule. In the header that defines the type, the path for GPUs converts by CUDA's own function.
+# Seen with paddlepaddle 3.3.1 (CPU) on Linux x86-64, from FP32, BF16 and FP16. A careful engineer expects saturation, as on NVIDIA's GPUs, or NaN
+# above 464, as in ml_dtypes; here a number that overflows by 5 % is NaN and one that overflows a millionfold is finite. A NaN among gradients or
+# weights is gone: it returns as 448 times the scale, and a check for NaN behind the cast passes. Infinity is 448, too. E5M2 keeps NaN, and saturates.
+# Nothing is reported, and the page of paddle.cast names no rule. In the header that defines the type, the path for GPUs converts by CUDA's own
+# function.
 #
 # Exit code 0: as described; 1: the behaviour has changed. It needs a minute and 1 GB.
 set -euo pipefail

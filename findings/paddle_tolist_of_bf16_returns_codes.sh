@@ -1,10 +1,10 @@
 #!/bin/bash
 # Paddle's Tensor.tolist() and numpy() of BF16 and FP8 return the bits as integers: [1.0, -2.0] is [16256, 49152] in BF16 and [56, -64] in E4M3.
 #
-# Seen with paddlepaddle 3.3.1 (CPU) on Linux x86-64. The page of numpy() says that the array's "dtype is same as current Tensor", that of tolist()
-# "a list that contain the same value". The arrays are uint16 and int8, so that a mean over losses, a plot of gradients or an export by NumPy is made of codes,
-# without a message; numpy.asarray(x) of a scalar loss of 1.5 is 16320. float(x), x.item() and printing are right for BF16, which hides it. paddle.to_tensor
-# of the array is an integer tensor. Right: x.cast("float32") first.
+# Seen with paddlepaddle 3.3.1 (CPU) on Linux x86-64. The page of numpy() says that the array's "dtype is same as current Tensor", that of tolist() "a
+# list that contain the same value". The arrays are uint16 and int8, so that a mean over losses, a plot of gradients or an export by NumPy is made of
+# codes, without a message; numpy.asarray(x) of a scalar loss of 1.5 is 16320. float(x), x.item() and printing are right for BF16, which hides it.
+# paddle.to_tensor of the array is an integer tensor. Right: x.cast("float32") first.
 #
 # Exit code 0: as described; 1: the behaviour has changed. It needs a minute and 1 GB.
 set -euo pipefail

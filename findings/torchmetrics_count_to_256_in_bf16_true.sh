@@ -1,11 +1,11 @@
 #!/bin/bash
 # model.to(torch.bfloat16), as Lightning's "bf16-true" does, casts torchmetrics' sums to BF16: a mean of 2.5 is reported as 4, an MSE of 2.25 as 0.51.
 #
-# Seen with torchmetrics 1.9.0, lightning 2.6.6 and torch 2.13.0 on a CPU, Linux x86-64. torchmetrics' docstring says that "dtype conversion is guarded and will only
-# happen through the special set_dtype method"; the guard looks for the names of half(), bfloat16() and the like, and not for to(dtype). Behind it a
-# MeanMetric counts to 256, a sum of 2.5s to 1,024, and a loss over more batches, which a trainer stops or saves by, is made of these. Nothing is
-# reported. Losses that self.log is given itself are right, counts of classification are integers, and a metric's own to(dtype) is the same as the
-# model's. Right: metrics outside the module, or metric.set_dtype(torch.float32) after the cast.
+# Seen with torchmetrics 1.9.0, lightning 2.6.6 and torch 2.13.0 on a CPU, Linux x86-64. torchmetrics' docstring says that "dtype conversion is
+# guarded and will only happen through the special set_dtype method"; the guard looks for the names of half(), bfloat16() and the like, and not for
+# to(dtype). Behind it a MeanMetric counts to 256, a sum of 2.5s to 1,024, and a loss over more batches, which a trainer stops or saves by, is made of
+# these. Nothing is reported. Losses that self.log is given itself are right, counts of classification are integers, and a metric's own to(dtype) is
+# the same as the model's. Right: metrics outside the module, or metric.set_dtype(torch.float32) after the cast.
 #
 # Exit code 0: as described; 1: the behaviour has changed. It needs some minutes, and gigabytes where pip has no build of torch for CPUs.
 set -euo pipefail
