@@ -113,6 +113,8 @@ def test_flags_follow_a_precision():
 
 REFUSALS = [
     ("bench.bench_attention", "", "GPU"),
+    ("bench.baselines.bench_megatron", "--preset llama3-8b", "llama3-8b"),
+    ("bench.baselines.bench_megatron", "--cases te-delayed", "GPU"),
     ("bench.baselines.bench_moe_baselines", "--layers 0", "--layers"),
     ("bench.bench_kernels", "--repeats 1", "--repeats"),
     ("bench.bench_kernels", "--only sort", "sort"),

@@ -12,9 +12,11 @@ first eighth, where most queries are; dK and dV without the first token. Measure
 """
 
 import argparse
+import functools
 import json
 import math
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -36,9 +38,8 @@ from msamp.numerics.metrics import sqnr_db
 from msamp.numerics.quantize import dequantize
 from msamp.numerics.recipe import O3
 from tools.bench import rows
-from tools.bench.bench_kernels import WARM_UP, captured, times
+from tools.bench.bench_kernels import BF16, E4M3, E5M2, WARM_UP, captured, times
 
-E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 SHAPES = ("4x16x2048x128", "1x32x8192x128", "1x32x32768x128")
 INPUTS = ("normal", "channel-outlier", "mean", "sink")
 MEANS = {"mean": (1.0, 0.25), "sink": (0.5, 0.05)}
@@ -65,6 +66,14 @@ def shape(text: str) -> Shape:
     if heads % groups:
         raise argparse.ArgumentTypeError(f"{text!r} has {heads} heads in {groups} groups: give a divisor of the heads")
     return Shape(batch, heads, tokens, channels, groups)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention of one process: query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d]."""
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    with sdpa_kernel(BACKENDS["auto"], set_priority=True):  # the trainer's order
+        o = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=query.shape[2] != key.shape[2])
+    return o.permute(2, 0, 1, 3).flatten(2)
 
 
 def add_sink(grouped: Tensor, weight: float, size: float) -> None:
@@ -127,17 +136,11 @@ class BenchAttention:
             self.fp8_layer(backward=True)
             state.roll()
 
-    def _parts(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        parts = split_heads(qkv, self.size.heads, self.size.groups)
-        return tuple(x.detach().requires_grad_() for x in parts)
-
     def bf16_kernel(self, *, backward: bool, qkv: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return the output [s, b, heads * d], and with `backward` the gradients of query, key and value."""
-        parts = self._parts(self.qkv if qkv is None else qkv)
-        q, k, v = (x.permute(1, 2, 0, 3) for x in parts)
-        with sdpa_kernel(BACKENDS["auto"], set_priority=True):
-            out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.size.heads != self.size.groups)
-        out = out.permute(2, 0, 1, 3).flatten(2)
+        heads = split_heads(self.qkv if qkv is None else qkv, self.size.heads, self.size.groups)
+        parts = [x.detach().requires_grad_() for x in heads]
+        out = attention(*parts)
         return (out, *torch.autograd.grad(out, parts, self.grad)) if backward else (out,)
 
     def bf16_layer(self, *, backward: bool) -> None:
@@ -205,22 +208,16 @@ def slope(want: Tensor, got: Tensor) -> float:
 
 def cases(size: Shape, kind: str, device: torch.device | str = "cuda") -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:
     """Yield the cases of one shape and kind of input: the columns that describe a case, and the function that runs it."""
-    attention = BenchAttention(size, kind, device)
-    lost = attention.losses()
+    both = BenchAttention(size, kind, device)
+    lost = both.losses()
     nothing = dict.fromkeys(lost, "")
-    attention.fill_windows()
-    attention.keep_casts()
-    for what, bf16, fp8 in (
-        ("kernel", attention.bf16_kernel, attention.fp8_kernel),
-        ("layer", attention.bf16_layer, attention.fp8_layer),
-    ):
+    both.fill_windows()
+    both.keep_casts()
+    for what, bf16, fp8 in (("kernel", both.bf16_kernel, both.fp8_kernel), ("layer", both.bf16_layer, both.fp8_layer)):
         for name, run, columns in (("bf16", bf16, nothing), ("fp8", fp8, lost)):
             for passes in PASSES:
-
-                def go(run: Callable[..., Any] = run, backward: bool = passes == PASSES[1]) -> None:
-                    run(backward=backward)
-
-                yield {"what": what, "precision": name, "pass": passes} | columns, go
+                case = {"what": what, "precision": name, "pass": passes} | columns
+                yield case, functools.partial(run, backward=passes == PASSES[1])
 
 
 def flops(size: Shape, passes: str) -> float:
@@ -244,15 +241,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for size in options.shapes:
         for kind in options.inputs:
             for columns, run in cases(size, kind):
-                low, median, high = rows.percentiles(times(captured(run), options.repeats))
-                microseconds = {name: round(value * 1e6, 1) for name, value in (("us_p20", low), ("us", median), ("us_p80", high))}
-                row = (
-                    size._asdict()
-                    | {"inputs": kind}
-                    | columns
-                    | microseconds
-                    | {"tflops": round(flops(size, columns["pass"]) / median / 1e12)}
-                )
+                seconds = times(captured(run), options.repeats)
+                row = size._asdict() | {"inputs": kind} | columns | rows.percentile_columns("us", seconds, 1e6, 1)
+                row["tflops"] = round(flops(size, columns["pass"]) / statistics.median(seconds) / 1e12)
                 print(json.dumps(row), flush=True)
                 rows.append(options.csv, [where | row])
     return 0

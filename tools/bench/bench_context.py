@@ -19,8 +19,8 @@ import functools
 import json
 import math
 import os
+import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,10 +30,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.lm.model.attention import BACKENDS
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count
 from msamp.comm.collectives import Peers
+from msamp.comm.copies import links_disabled
 from msamp.comm.counters import WireBytes
 from msamp.nn.fp8_attention import AttentionScaling
 from msamp.nn.scaling_state import ScalingState
@@ -44,24 +44,16 @@ from msamp.parallel.fp8_ring_attention import FP8RingAttention
 from msamp.parallel.head_exchange import HeadExchange
 from msamp.parallel.ring_attention import RingAttention
 from tools.bench import rows
-from tools.bench.bench_attention import MEANS, PASSES, Shape, flops, shape, slope
-from tools.bench.training_steps import link
+from tools.bench.bench_attention import MEANS, PASSES, Shape, attention, flops, shape, slope
+from tools.bench.training_steps import synchronized_step_times
 
 SHAPES = ("1x32x32768x128/8", "1x32x65536x128/8", "1x32x131072x128/8")
 CASES = ("ring, BF16", "ring, FP8 wire", "ring, FP8", "heads, BF16", "heads, FP8 wire", "heads, FP8", "torch", "torch, cuDNN")
 LEAST_SQNR = {"FP8": 12.0, "FP8 wire": 20.0}  # dB, by the precision of the case; own tokens alone have 9 dB at two ranks
 LEAST_SQNR_BF16 = 30.0  # of all other cases
 LOSSES = tuple(f"{what}_{name}" for what in ("sqnr", "slope") for name in ("o", "dq", "dk", "dv"))
-MIB = 2**20
+WARM_UP, MIB = 3, 2**20
 Run = Callable[..., list[Tensor]]
-
-
-def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention of one process: query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d]."""
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    with sdpa_kernel(BACKENDS["auto"], set_priority=True):  # the trainer's order
-        o = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return o.permute(2, 0, 1, 3).flatten(2)
 
 
 def inputs(size: Shape, device: torch.device) -> list[Tensor]:
@@ -185,51 +177,32 @@ def losses(case: str, size: Shape, run: Run, exact: Sequence[Tensor]) -> dict[st
     return rounded
 
 
-def seconds(run: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
-    """Return the seconds of each of `repeats` runs, which all ranks start together, after three that are not counted."""
-    times = []
-    for number in range(repeats + 3):
-        dist.barrier()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        if number >= 3:
-            times.append(time.perf_counter() - start)
-    return times
-
-
 def measured(case: str, size: Shape, device: torch.device, repeats: int) -> list[dict[str, Any]]:
     """Return the rows of a case, one per pass."""
     peers, tensors = Peers(dist.group.WORLD, WireBytes()), inputs(size, device)
     exact = [own(x, peers) for x in differentiated(attention, tensors, backward=True)]
     with contextlib.ExitStack() as stack:
         run = theirs(case, peers, size, tensors, stack) if case.startswith("torch") else ours(case, peers, size, tensors)
-        return timed(case, size, run, losses(case, size, run, exact), peers, device, repeats)
-
-
-def timed(
-    case: str, size: Shape, run: Run, lost: dict[str, float], peers: Peers, device: torch.device, repeats: int
-) -> list[dict[str, Any]]:
-    """Return the rows of `measured` for the function that runs the case."""
-    measured = []
-    for passes in PASSES:
-        peers.sent.take()
-        run(backward=passes == PASSES[1])
-        sent = torch.tensor(float(sum(peers.sent.take().values())), device=device)
-        dist.all_reduce(sent)
-        low, median, high = rows.percentiles(seconds(functools.partial(run, backward=passes == PASSES[1]), device, repeats))
-        measured.append(
-            {"case": case, "pass": passes}
-            | {name: round(value * 1e3, 3) for name, value in (("ms_p20", low), ("ms", median), ("ms_p80", high))}
-            | {"tflops": round(flops(size, passes) / peers.ranks / median / 1e12)}
-            | {"sent_mib": "" if case.startswith("torch") else round(float(sent) / peers.ranks / MIB, 4)}
-            | (lost if passes == PASSES[1] else dict.fromkeys(lost, ""))
-            | {"error": ""}
-        )
-    return measured
+        lost, found = losses(case, size, run, exact), []
+        for passes in PASSES:
+            one, seconds = functools.partial(run, backward=passes == PASSES[1]), []
+            peers.sent.take()
+            one()
+            sent = torch.tensor(float(sum(peers.sent.take().values())), device=device)
+            dist.all_reduce(sent)
+            for _ in range(WARM_UP + repeats):
+                dist.barrier()  # all ranks start together
+                seconds += synchronized_step_times(one, 1)[0]
+            seconds = seconds[WARM_UP:]
+            found.append(
+                {"case": case, "pass": passes}
+                | rows.percentile_columns("ms", seconds, 1e3, 3)
+                | {"tflops": round(flops(size, passes) / peers.ranks / statistics.median(seconds) / 1e12)}
+                | {"sent_mib": "" if case.startswith("torch") else round(float(sent) / peers.ranks / MIB, 4)}
+                | (lost if passes == PASSES[1] else dict.fromkeys(lost, ""))
+                | {"error": ""}
+            )
+    return found
 
 
 def failed(case: str, error: Exception) -> dict[str, Any]:
@@ -253,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl")
-    where = rows.machine(options.commit) | {"gpus": dist.get_world_size(), "p2p": link()}
+    where = rows.machine(options.commit) | {"gpus": dist.get_world_size(), "p2p": "off" if links_disabled() else "on"}
     for size in options.shapes:
         for case in options.cases:
             try:

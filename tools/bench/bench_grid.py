@@ -5,7 +5,7 @@ parallelism.
     torchrun --nproc-per-node 2 tools/bench/bench_grid.py --cases O3 "O2 --grad-exchange nccl"                       over DP 2
     torchrun --nproc-per-node 4 tools/bench/bench_grid.py --preset 7b --micro-batch-size 2 --no-profile --steps 5 \\
         --cases "O0 --pipeline-model-parallel-size 2 --use-distributed-optimizer" "O3 --pipeline-model-parallel-size 2"
-    ... --peer 'torchrun --standalone --nproc-per-node 2 bench_megatron.py --cases bf16 --tp 2 --mbs 8'
+    ... --peer 'torchrun --standalone --nproc-per-node 2 baseline.py --tp 2'
 
 A case is a level and further flags of msamp pretrain. Its flags determine the grid: without any it
 is TP 1, PP 1 without sequence parallelism, whatever the preset, and the remaining processes are DP. A step has --micro-batches per process,
@@ -23,13 +23,18 @@ gradients.
 """
 
 import argparse
+import json
 import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity
 
 from megatron.lm.config import Config
 from megatron.lm.config.presets import parameter_count
@@ -39,9 +44,9 @@ from megatron.lm.graphs import replay, step_graph
 from megatron.lm.processes import process_groups
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import count
+from msamp.comm.copies import links_disabled
 from tools.bench import training_steps
-from tools.bench.communication import exposed_communication
-from tools.bench.training_steps import MEMORY, TIMES, VOCABULARY, Row
+from tools.bench.training_steps import MEMORY, TIMES, VOCABULARY, Row, Step
 
 ROLES = {
     "input all-gather": "input_gather",
@@ -62,6 +67,8 @@ COLUMNS = (
 )
 CASES = tuple(f"{case} --tensor-model-parallel-size 2 --sequence-parallel" for case in ("O0", "O3", "O3 --tp-wire fp8"))
 PEER_NAMES = {"mbs": "micro_batch", "nmb": "micro_batches"}
+PROFILED_STEPS = 2
+Interval = tuple[float, float]  # start and end
 
 
 def configuration(case: str, options: argparse.Namespace, ranks: int) -> Config:
@@ -122,6 +129,74 @@ def traffic(sent: Mapping[tuple[str, str], int], steps: int) -> dict[str, float]
     return {f"{name}_mib": round(size, 3) for name, size in mean.items()}
 
 
+def covered(intervals: Sequence[Interval]) -> float:
+    """Return the length of the union of intervals (start, end), in any order."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def exposed(communication: Sequence[Interval], compute: Sequence[Interval]) -> float:
+    """Return the length covered by communication but not by compute; intervals in any order, overlapping or not."""
+    return covered([*communication, *compute]) - covered(compute)
+
+
+def device_intervals(trace: Mapping[str, Any]) -> tuple[list[Interval], list[Interval]]:
+    """Return the GPU activity in a Chrome trace of torch.profiler: NCCL's kernels, and everything else including copies, each sorted, in
+    ms.
+
+    Selects by category, because a trace also repeats the host's annotations on the GPU's tracks, under names such as nccl:all_to_all.
+    """
+    communication: list[Interval] = []
+    compute: list[Interval] = []
+    for event in trace["traceEvents"]:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            interval = (event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3)
+            (communication if "nccl" in event["name"].lower() else compute).append(interval)
+    return sorted(communication), sorted(compute)
+
+
+def exposed_communication(step: Step) -> dict[str, float]:
+    """Measure the time of this rank's step in which an NCCL kernel runs but no other kernel or copy; collective.
+
+    This is an upper bound of the cost of communication: NCCL's kernels also spin while they wait for a slower rank, and an idle GPU may be
+    waiting for its host.
+
+    Returns:
+        exposed_ms and profiled_ms (the whole step) per step under the profiler, and their ratio exposed_share; empty without CUDA, or if
+        the profiler recorded no NCCL kernel.
+    """
+    device = process_groups.device()
+    if device.type != "cuda":
+        return {}
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA], schedule=schedule) as profiler:
+        step()
+        torch.cuda.synchronize()
+        profiler.step()
+        dist.all_reduce(torch.zeros(1, device=device))  # the ranks start together, even if their profilers took different times
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(PROFILED_STEPS):
+            step()
+        torch.cuda.synchronize()
+        ms = (time.perf_counter() - start) * 1e3
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        communication, compute = device_intervals(json.loads(path.read_text(encoding="utf-8")))
+    if not communication:
+        return {}
+    alone = exposed(communication[1:], compute)  # the first is the all-reduce above
+    return {
+        "profiled_ms": round(ms / PROFILED_STEPS, 1),
+        "exposed_ms": round(alone / PROFILED_STEPS, 2),
+        "exposed_share": round(alone / ms, 4),
+    }
+
+
 def measure(case: str, config: Config, options: argparse.Namespace) -> Row:
     """Measure one row on this rank; collective; needs `process_groups.initialize`."""
     ranks = dist.get_world_size()
@@ -158,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = flags.parse_args(argv)
     ranks = process_groups.launch_from_environment().world_size
     vocabulary = f" --vocab-size {options.vocab_size}" if options.vocab_size != VOCABULARY else ""
-    common = {"preset": options.preset + vocabulary, "gpus": ranks, "p2p": training_steps.link()}
+    common = {"preset": options.preset + vocabulary, "gpus": ranks, "p2p": "off" if links_disabled() else "on"}
     cases = [(case, configuration(case, options, ranks)) for case in options.cases]
     return training_steps.run(
         cases, lambda case, config: measure(case, config, options), COLUMNS, options, common, lambda row: of_peer(row, ranks)

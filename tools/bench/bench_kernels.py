@@ -11,6 +11,7 @@ measured rate of a large BF16 GEMM. The L2 cache is overwritten before every lau
 import argparse
 import functools
 import json
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -55,18 +56,13 @@ def times(run: Callable[[], Any], repeats: int) -> list[float]:
     return [start.elapsed_time(end) / 1e3 for start, end in marks]
 
 
-def columns(seconds: Sequence[float]) -> dict[str, float]:
-    """Return the columns of the 20th, 50th and 80th percentile, in microseconds."""
-    return {name: round(value * 1e6, 1) for name, value in zip(("us_p20", "us", "us_p80"), seconds, strict=True)}
-
-
 def ceilings(repeats: int) -> tuple[float, float]:
     """Return (bytes/s of a large copy, counting reads and writes; FLOP/s of a large BF16 GEMM on random values)."""
     source = torch.randint(0, 255, (2**30,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    copy = rows.percentiles(times(lambda: target.copy_(source), repeats))[1]
+    copy = statistics.median(times(lambda: target.copy_(source), repeats))
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=BF16) for _ in range(2))
-    gemm = rows.percentiles(times(lambda: a @ b.t(), repeats))[1]
+    gemm = statistics.median(times(lambda: a @ b.t(), repeats))
     return 2 * source.numel() / copy, 2 * 8192**3 / gemm
 
 
@@ -81,9 +77,8 @@ def elementwise(tokens: int, hidden: int, device: str = "cuda") -> Iterator[Case
     yield Case("cast", lambda: ops.cast(x, scale, E4M3), 3 * small)
     yield Case("cast, row", lambda: ops.cast_transpose(x, scale, slot, E4M3, row=True), 3 * small)
     yield Case("cast, transposed", lambda: ops.cast_transpose(x, scale, None, E4M3, col=True), 3 * small)
-    yield Case(
-        "cast + transpose + column sums", lambda: ops.cast_transpose(x, scale, slot, E5M2, row=True, col=True, colsum=True), 4 * small
-    )
+    all_three = functools.partial(ops.cast_transpose, x, scale, slot, E5M2, row=True, col=True, colsum=True)
+    yield Case("cast + transpose + column sums", all_three, 4 * small)
     payload = torch.randint(0, 120, (ffn, hidden), dtype=torch.uint8, device=device).view(E4M3)
     yield Case("transpose of an FP8 weight", lambda: ops.transpose(payload), 2 * hidden * ffn)
     normalize = functools.partial(ops.normalize, x, None, weight, bias, 1e-5, scale, slot, E4M3, rms=False)
@@ -119,20 +114,14 @@ def gemms(tokens: int, hidden: int) -> Iterator[Case]:
     ffn = 4 * hidden
     flops = 2.0 * tokens * hidden * ffn
     one = torch.ones((), device="cuda")
-    for name, m, n, k, fast in (("output", tokens, ffn, hidden, True), ("grad_input", tokens, hidden, ffn, False)):
-        a, b = torch.randn(m, k, device="cuda"), torch.randn(n, k, device="cuda")
+    for name, m, n, k in (("output", tokens, ffn, hidden), ("grad_input", tokens, hidden, ffn), ("grad_weight", ffn, hidden, tokens)):
+        a, b, fast = torch.randn(m, k, device="cuda"), torch.randn(n, k, device="cuda"), name == "output"
         run = functools.partial(ops.scaled_mm, a.to(E4M3 if fast else E5M2), b.to(E4M3), one, one, None, BF16, fast_accum=fast)
         yield Case(f"FP8 GEMM, {name}", run, flops=flops)
         a16, b16 = a.to(BF16), b.to(BF16)
+        if name == "grad_weight":  # in BF16 both operands are stored by token
+            a16, b16 = (x.t().contiguous().t() for x in (a16, b16))
         yield Case(f"BF16 GEMM, {name}", functools.partial(torch.mm, a16, b16.t()), flops=flops)
-    a, b = torch.randn(ffn, tokens, device="cuda"), torch.randn(hidden, tokens, device="cuda")
-    yield Case(
-        "FP8 GEMM, grad_weight",
-        functools.partial(ops.scaled_mm, a.to(E5M2), b.to(E4M3), one, one, None, BF16, fast_accum=False),
-        flops=flops,
-    )
-    a16, b16 = a.to(BF16).t().contiguous(), b.to(BF16).t().contiguous()
-    yield Case("BF16 GEMM, grad_weight", functools.partial(torch.mm, a16.t(), b16), flops=flops)
 
 
 def linear_step(tokens: int, width: int, *, fp8: bool) -> Callable[[], None]:
@@ -159,23 +148,26 @@ def linear(tokens: int) -> Iterator[Case]:
     """A single linear layer, forward and backward with its casts, in FP8 (delayed scaling) and in BF16: 2048 and 8192 wide."""
     for width in (2048, 8192):
         for name, fp8 in (("FP8", True), ("BF16", False)):
-            yield Case(
-                f"{name} linear, {width} x {width}", captured(linear_step(tokens, width, fp8=fp8)), flops=6.0 * tokens * width * width
-            )
+            run = captured(linear_step(tokens, width, fp8=fp8))
+            yield Case(f"{name} linear, {width} x {width}", run, flops=6.0 * tokens * width * width)
 
 
-def captured(run: Callable[[], None]) -> Callable[[], None]:
-    """Capture `run` as a CUDA graph, to time the GPU without the host."""
-    stream = torch.cuda.Stream()
+def captured(run: Callable[[], Any], warm_up: int = 3) -> Callable[[], Any]:
+    """Capture `run` as a CUDA graph, to time the GPU without the host; its replays return the result of `run`."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):
+        for _ in range(warm_up):
             run()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        run()
-    return graph.replay
+        result = run()
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay
 
 
 @exit_codes.command
@@ -207,11 +199,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(case: Case, repeats: int, bandwidth: float, rate: float) -> dict[str, Any]:
     """Measure one row: microseconds, bytes/s or FLOP/s, and their share of the ceiling."""
-    seconds = rows.percentiles(times(case.run, repeats))
-    reached, ceiling = (case.flops / seconds[1], rate) if case.flops else (case.bytes / seconds[1], bandwidth)
+    seconds = times(case.run, repeats)
+    middle = statistics.median(seconds)
+    reached, ceiling = (case.flops / middle, rate) if case.flops else (case.bytes / middle, bandwidth)
     return {
         "kernel": case.name,
-        **columns(seconds),
+        **rows.percentile_columns("us", seconds, 1e6, 1),
         "tb_s": "" if case.flops else round(reached / 1e12, 2),
         "tflops": round(reached / 1e12) if case.flops else "",
         "share": float(f"{reached / ceiling:.3g}"),  # close to 0 for a launch that moves little

@@ -15,7 +15,7 @@ relative to the copy bandwidth of the GPU in the same run. Measurements are appe
 import argparse
 import itertools
 import shlex
-import sys
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -111,7 +111,7 @@ def times(prepare: Callable[[], Any], run: Callable[[], Any], repeats: int, warm
 def copy_bandwidth(repeats: int) -> float:
     """Return the bytes/s that a copy of 4 GiB reads and writes."""
     source, target = (torch.empty(2**32, dtype=torch.uint8, device="cuda") for _ in range(2))
-    return 2 * source.nbytes / (rows.percentiles(times(lambda: None, lambda: target.copy_(source), repeats))[1] / 1e3)
+    return 2 * source.nbytes / (statistics.median(times(lambda: None, lambda: target.copy_(source), repeats)) / 1e3)
 
 
 def configuration(level: str, options: argparse.Namespace) -> Config:
@@ -194,11 +194,6 @@ def by_torch(config: Config, options: argparse.Namespace, bandwidth: float, devi
     return measured
 
 
-def _is_d(recipe: Recipe) -> bool:
-    states = recipe.formats_of("linear")
-    return recipe.weight == states.grad == BF16 and states.master == states.m == states.v == FP32
-
-
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor], foreach: bool) -> None:
     if foreach:
         torch._foreach_copy_(targets, sources)
@@ -210,16 +205,14 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor], foreach: boo
 def _row(
     level: str, what: str, seconds: Sequence[float], size: int, parameters: int, bandwidth: float, options: argparse.Namespace
 ) -> dict[str, Any]:
-    low, middle, high = rows.percentiles(seconds)
+    middle = statistics.median(seconds)
     return {
         **rows.machine(options.commit),
         "case": what,
         "level": level,
         "preset": options.preset,
         "params_m": round(parameters / 1e6, 1),
-        "ms_p20": round(low, 3),
-        "ms": round(middle, 3),
-        "ms_p80": round(high, 3),
+        **rows.percentile_columns("ms", seconds, digits=3),
         "bytes_per_param": round(size / parameters, 3),
         "gb_s": round(size / middle / 1e6),
         "copy_gb_s": round(bandwidth / 1e9),
@@ -229,7 +222,7 @@ def _row(
 
 @exit_codes.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and append the results; exit code 1 without a GPU."""
+    """Measure, print and append the results."""
     parser = Parser(description=__doc__)
     parser.add_argument("--preset", choices=sorted(PRESETS), default="1.3b")
     parser.add_argument("--levels", nargs="+", type=legal_case, default=["O1", "O2", "O3"], help="levels and precisions, with flags")
@@ -241,12 +234,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.set_defaults(micro_batch_size=1)
     options = parser.parse_args(arguments)
     configurations = [configuration(level, options) for level in options.levels]
-    other = [level for level, config in zip(options.levels, configurations, strict=True) if not _is_d(build_recipe(config.precision))]
-    if options.by_torch and other:
-        raise ValueError(f"--by-torch: {', '.join(other)} is not BF16 weights with FP32 masters and moments: give --levels bf16-d")
+    for level, config in zip(options.levels if options.by_torch else (), configurations, strict=False):
+        states = (recipe := build_recipe(config.precision)).formats_of("linear")
+        if not (recipe.weight == states.grad == BF16 and states.master == states.m == states.v == FP32):
+            raise ValueError(f"--by-torch: {level} is not BF16 weights with FP32 masters and moments: give --levels bf16-d")
     if not torch.cuda.is_available():
-        print("bench_optimizer requires a GPU, and none is available", file=sys.stderr)
-        return 1
+        parser.error("no GPU is available; the optimizer is measured on a GPU")
     bandwidth = copy_bandwidth(options.repeats)
     torch.cuda.empty_cache()
     for level, config in zip(options.levels, configurations, strict=True):
@@ -254,8 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.cuda.empty_cache()
         measured += by_torch(config, options, bandwidth) if options.by_torch else []
         torch.cuda.empty_cache()
-        for row in measured:
-            print(row, flush=True)
+        print(*measured, sep="\n", flush=True)
         rows.append(options.csv, measured)
     return 0
 

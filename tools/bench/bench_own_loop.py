@@ -35,26 +35,20 @@ from msamp.integrations import fsdp
 from msamp.integrations.replay_checks import masks_as_in_eager_steps
 from tools.bench import rows, training_steps
 
-LLAMA = {"model_type": "llama", "vocab_size": 32000, "tie_word_embeddings": False}
 Shape = tuple[dict[str, Any], int, int]  # configuration of transformers, sequences, tokens of each
+
+
+def llama(hidden: int, layers: int, width: int, heads: int, groups: int, **more: Any) -> dict[str, Any]:
+    """Return transformers' configuration of a Llama."""
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": width, "num_attention_heads": heads}
+    return {"model_type": "llama", "vocab_size": 32000, "tie_word_embeddings": False, "num_key_value_heads": groups} | sizes | more
+
+
 SHAPES: dict[str, Shape] = {
-    "350m": (LLAMA | {"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 2816, "num_attention_heads": 16}, 8, 2048),
-    "1b": (
-        LLAMA
-        | {"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8},
-        *(8, 2048),
-    ),
-    "8b8": (
-        LLAMA
-        | {"hidden_size": 4096, "num_hidden_layers": 8, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
-        *(2, 4096),
-    ),
-    "smollm2-135m": (
-        LLAMA
-        | {"hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
-        | {"vocab_size": 49152, "tie_word_embeddings": True},
-        *(8, 1024),
-    ),
+    "350m": (llama(1024, 24, 2816, 16, 16), 8, 2048),
+    "1b": (llama(2048, 16, 8192, 32, 8), 8, 2048),
+    "8b8": (llama(4096, 8, 14336, 32, 8), 2, 4096),
+    "smollm2-135m": (llama(576, 30, 1536, 9, 3, vocab_size=49152, tie_word_embeddings=True), 8, 1024),
     "olmoe8": (
         {"model_type": "olmoe", "vocab_size": 50304, "hidden_size": 2048, "num_hidden_layers": 8, "intermediate_size": 1024}
         | {"num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8},

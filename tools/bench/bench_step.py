@@ -6,7 +6,7 @@
     python tools/bench/bench_step.py --preset llama3-8b --flags '--num-layers 8'       flags for every case
     python tools/bench/bench_step.py --levels O3 --flags '--record-precision r.jsonl --record-interval 1'    recorded steps
     python tools/bench/bench_step.py --levels O3 'O3 --fp8-guard --fp8-guard-interval 1'    steps that the guard measures
-    python tools/bench/bench_step.py --levels O0 O3 --peer 'python tools/bench/baselines/bench_torchao.py'
+    python tools/bench/bench_step.py --levels O0 O3 --peer 'python tools/bench/baselines/bench_torchao.py'    also bench_megatron.py
 
 A baseline (--peer) is any command that prints one JSON object per case with the keys case, ms, tokens_s_gpu, peak_gib (and others of
 COLUMNS). Measurements are appended to --csv: `case` is the level with its flags, `preset` the preset with the flags of all cases.
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron.lm.build import build_training
-from megatron.lm.config import OPT_LEVELS, Config
+from megatron.lm.config import OPT_LEVELS
 from megatron.lm.config.presets import flops_per_token
 from megatron.lm.graphs import step_graph
 from megatron.lm.processes import process_groups
@@ -39,12 +39,6 @@ COLUMNS = (
     *("case", "preset", "micro_batch", "gpus", "params_m", *TIMES, "tflops", "mfu_bf16_peak", "mfu_fp8_peak"),
     *("peak_gib", "rest_gib", "loss"),
 )
-
-
-def utilisation(config: Config, tflops: float) -> Row:
-    """Return the columns of MFU; empty if the peak is unknown."""
-    shares = mfu(tflops, peak_tflops(config.logging))
-    return {key: round(shares[key], 3) if key in shares else "" for key in ("mfu_bf16_peak", "mfu_fp8_peak")}
 
 
 def measure(level: str, options: argparse.Namespace) -> Row:
@@ -73,15 +67,13 @@ def measure(level: str, options: argparse.Namespace) -> Row:
     tokens = training.micro_batches * config.training.micro_batch_size * config.model.seq_length
     flops = flops_per_token(config.model, config.padded_vocab_size(options.vocab_size)) * tokens
     tflops = flops / statistics.median(times) / 1e12
-    memory = training_steps.memory_columns()
     return {
         "case": level + f" recorded every {config.logging.record_interval}" * bool(recorded),
         "params_m": round(sum(p.numel() for p in training.model.parameters()) / 1e6, 1),
         **training_steps.time_columns(times, tokens),
         "tflops": round(tflops, 1),
-        **utilisation(config, tflops),
-        "peak_gib": memory.get("peak_gib_max", ""),
-        "rest_gib": memory.get("rest_gib_max", ""),
+        **{key: round(share, 3) for key, share in mfu(tflops, peak_tflops(config.logging)).items()},
+        **training_steps.memory(),
         "loss": round(float(result.loss_sum / result.tokens), 4),
     }
 
@@ -100,11 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--warm-up", type=count(0), default=WARM_UP, help="steps that are not measured")
     options = parser.parse_args(argv)
     vocabulary = f"--vocab-size {options.vocab_size}" if options.vocab_size != VOCABULARY else ""
-    common = {
-        "preset": " ".join(f"{options.preset} {options.flags} {vocabulary}".split()),
-        "micro_batch": options.micro_batch_size,
-        "gpus": 1,
-    }
+    preset = " ".join(f"{options.preset} {options.flags} {vocabulary}".split())
+    common = {"preset": preset, "micro_batch": options.micro_batch_size, "gpus": 1}
     cases = [(level, configuration(level, options)) for level in options.levels]
     return training_steps.run(cases, lambda level, _: measure(level, options), COLUMNS, options, common)
 

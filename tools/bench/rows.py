@@ -19,26 +19,19 @@ from tools.measurements import ROOT
 WRITTEN = ("tools/bench/results", "tools/reproduce/results", "tools/bench/LOG.md", "docs", "README.md", "CHANGELOG.md")
 
 
+def _output(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 def commit() -> str:
     """Return the short hash of the measured tree, with `+` if it has uncommitted changes outside of `WRITTEN`; `unknown` outside git."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *(f":!{path}" for path in WRITTEN))
-        return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def driver() -> str:
-    """Return the version of the NVIDIA driver; empty without one."""
-    try:
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
+    git = ("git", "-C", str(ROOT))
+    changed = _output(*git, "status", "--porcelain", "--untracked-files=no", "--", ".", *(f":!{path}" for path in WRITTEN))
+    head = _output(*git, "rev-parse", "--short", "HEAD")
+    return "unknown" if head is None or changed is None else head + ("+" if changed else "")
 
 
 def machine(tree: str | None = None) -> dict[str, str]:
@@ -47,7 +40,7 @@ def machine(tree: str | None = None) -> dict[str, str]:
         "date": datetime.date.today().isoformat(),
         "commit": tree or commit(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "driver": driver(),
+        "driver": (_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "").split("\n")[0].strip(),
         "torch": torch.__version__,
     }
 
@@ -59,22 +52,11 @@ def add_flags(parser: argparse.ArgumentParser, file: str | None, **csv: Any) -> 
     parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
 
 
-def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
-    """Return the 20th, 50th and 80th percentile of at least two times."""
-    cuts = statistics.quantiles(times, n=10, method="inclusive")
-    return cuts[1], statistics.median(times), cuts[7]
-
-
-def failure(error: Exception) -> str:
-    """Return an error in a few words, for the row of a case that failed."""
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:120]
-
-
-def aligned(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the rows as text under a header, with right-aligned columns."""
-    lines = [columns, *([str(row[name]) for name in columns] for row in rows)]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+def percentile_columns(name: str, values: Sequence[float], scale: float = 1, digits: int | None = None) -> dict[str, float]:
+    """Return the columns NAME_p20, NAME and NAME_p80: 20th, 50th and 80th percentile of at least two values, times `scale`, rounded."""
+    cuts = statistics.quantiles(values, n=10, method="inclusive")
+    columns = {f"{name}_p20": cuts[1], name: statistics.median(values), f"{name}_p80": cuts[7]}
+    return {column: round(value * scale, digits) for column, value in columns.items()}
 
 
 def write(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
@@ -86,15 +68,6 @@ def write(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]])
         writer.writerows(rows)
 
 
-def check(path: Path, columns: Sequence[str]) -> None:
-    """Raise a ValueError if the file exists with other columns."""
-    if path.exists():
-        with path.open(encoding="utf-8", newline="") as stream:
-            header = next(csv.reader(stream), [])
-        if header != columns:
-            raise ValueError(f"{path} has columns {header}, the rows have {columns}; write to another file")
-
-
 def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Append rows to a CSV, writing the header first if the file is new.
 
@@ -104,8 +77,11 @@ def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     if not rows:
         return
     columns = list(rows[0])
-    new = not path.exists()
-    check(path, columns)
+    if not (new := not path.exists()):
+        with path.open(encoding="utf-8", newline="") as stream:
+            header = next(csv.reader(stream), [])
+        if header != columns:
+            raise ValueError(f"{path} has columns {header}, the rows have {columns}; write to another file")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8", newline="") as stream:
         writer = csv.DictWriter(stream, columns)

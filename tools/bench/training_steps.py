@@ -12,9 +12,10 @@ import gc
 import itertools
 import json
 import shlex
+import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from megatron.lm.build import build_training
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
-from megatron.lm.config.presets import PRESETS
+from megatron.lm.config.presets import PRESETS, published_vocabulary
 from megatron.lm.data.batch import own_part
 from megatron.lm.graphs import step_graph
 from megatron.lm.processes import process_groups
@@ -33,7 +34,6 @@ from megatron.lm.run.reports.metrics import least_and_most
 from megatron.lm.shell.arguments import Parser, count
 from megatron.lm.step import train_step
 from megatron.lm.training.state import StepResult, Training
-from msamp.comm.copies import links_disabled
 from tools.bench import rows
 from tools.precisions import case_flags
 
@@ -48,21 +48,58 @@ LEAVING_SECONDS = 10.0  # time for the other ranks' processes to end and free th
 
 def parser(description: str | None, csv: str) -> argparse.ArgumentParser:
     """Return the parser of the flags that both programs have, with results in the file `csv`; the caller adds cases and warm-up."""
-    flags = Parser(description=description)
-    flags.add_argument("--preset", default="1.3b", choices=list(PRESETS))
-    flags.add_argument("--micro-batch-size", type=count(1), default=4)
+    flags = _sizes_parser(description, PRESETS)
     flags.add_argument("--vocab-size", type=count(1), default=VOCABULARY)
-    flags.add_argument("--steps", type=count(2), default=10, help="measured steps")
     flags.add_argument("--flags", default="", help="more flags of msamp pretrain, for every case")
     flags.add_argument("--peer", action="append", default=[], metavar="COMMAND", help="also measure a baseline; can be repeated")
     rows.add_flags(flags, csv)
     return flags
 
 
+def _sizes_parser(description: str | None, presets: Iterable[str]) -> argparse.ArgumentParser:
+    flags = Parser(description=description)
+    flags.add_argument("--preset", default="1.3b", choices=list(presets))
+    flags.add_argument("--micro-batch-size", type=count(1), default=4)
+    flags.add_argument("--steps", type=count(2), default=10, help="that are measured")
+    return flags
+
+
+def baseline_parser(
+    description: str | None, cases: Iterable[str], default: Iterable[str], builds: Iterable[str], presets: Iterable[str] = PRESETS
+) -> argparse.ArgumentParser:
+    """Return the parser of a baseline on one GPU, which prints its rows; `default` are the cases without --cases."""
+    flags = _sizes_parser(description, presets)
+    flags.add_argument("--cases", nargs="+", choices=list(cases), default=list(default))
+    flags.add_argument("--builds", nargs="+", choices=list(builds), default=list(builds))
+    flags.add_argument("--layers", type=count(1), help="(default: the preset's)")
+    return flags
+
+
+def baseline_shape(options: argparse.Namespace) -> tuple[Row, int]:
+    """Return the preset's entries, with --layers, and its vocabulary, padded to a multiple of 128."""
+    shape = PRESETS[options.preset] | ({"num_layers": options.layers} if options.layers else {})
+    return shape, -(-published_vocabulary(options.preset) // 128) * 128
+
+
+def print_rows(cases: Iterable[str], measurements: Callable[[str], Iterable[Row]]) -> int:
+    """Print the measurements of each case as they come, as JSON, or the error of a case that fails; return the exit code."""
+    failed = 0
+    for case in cases:
+        try:
+            for row in measurements(case):
+                print(json.dumps(row), flush=True)
+        except Exception as error:
+            failed = 1
+            text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            print(json.dumps({"case": case, "error": text[:120]}), flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    return failed
+
+
 def configuration(case: str, options: argparse.Namespace) -> Config:
     """Return the preset as the trainer would run it at a precision with flags (`tools.precisions`), on one process."""
-    flags = ["--preset", options.preset]
-    flags += ["--micro-batch-size", str(options.micro_batch_size)]
+    flags = ["--preset", options.preset, "--micro-batch-size", str(options.micro_batch_size)]
     flags += ["--global-batch-size", str(options.micro_batch_size), "--train-iters", "10000"]
     flags += ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]
     flags += ["--no-sequence-parallel"] if PRESETS[options.preset]["sequence_parallel"] else []
@@ -103,22 +140,13 @@ def warm_up(step: Step, steps: int) -> None:
 
 def step_times(step: Step, steps: int) -> tuple[list[float], Any]:
     """Return the seconds of each of `steps` steps on this rank, without a host synchronization between them, and the last result."""
-    marks: list[Any] = []
-
-    def mark() -> None:
-        if not torch.cuda.is_available():
-            marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        marks.append(event)
-
-    mark()
-    for _ in range(steps):
-        result = step()
-        mark()
     if not torch.cuda.is_available():
-        return [end - start for start, end in itertools.pairwise(marks)], result
+        return synchronized_step_times(step, steps)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        result = step()
+        mark.record()
     torch.cuda.synchronize()
     return [start.elapsed_time(end) / 1e3 for start, end in itertools.pairwise(marks)], result
 
@@ -143,24 +171,19 @@ def synchronize() -> None:
 
 def time_columns(times: Sequence[float], tokens: float) -> Row:
     """Return the columns `TIMES` from seconds per step; `tokens` are those of a step per GPU."""
-    low, median, high = rows.percentiles(times)
-    return dict(zip(TIMES, (*(round(seconds * 1e3, 1) for seconds in (low, median, high)), round(tokens / median)), strict=True))
+    return rows.percentile_columns("ms", times, 1e3, 1) | {"tokens_s_gpu": round(tokens / statistics.median(times))}
+
+
+def memory() -> Row:
+    """Return the columns peak_gib and rest_gib: GiB allocated by torch on this process's GPU, peak and now; empty without CUDA."""
+    if not torch.cuda.is_available():
+        return {}
+    return {"peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2), "rest_gib": round(torch.cuda.memory_allocated() / 2**30, 2)}
 
 
 def memory_columns() -> Row:
-    """Return the columns `MEMORY`: GiB allocated by torch, peak and between steps, of the ranks with the least and the most; empty without
-    CUDA; collective."""
-    if not torch.cuda.is_available():
-        return {}
-    torch.cuda.synchronize()
-    sizes = (torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated())
-    values = itertools.chain.from_iterable(least_and_most(size / 2**30) for size in sizes)
-    return {name: round(value, 2) for name, value in zip(MEMORY, values, strict=True)}
-
-
-def link() -> str:
-    """Return whether NCCL may use the link between GPUs, "on" or "off"."""
-    return "off" if links_disabled() else "on"
+    """Return the columns `MEMORY`: those of `memory` of the ranks with the least and the most; empty without CUDA; collective."""
+    return {f"{name}_{end}": gib for name, size in memory().items() for end, gib in zip(("min", "max"), least_and_most(size), strict=True)}
 
 
 def peer_rows(commands: Sequence[str], processes: int) -> Iterator[Row]:
@@ -216,8 +239,7 @@ def run(
             report(row)
         process_groups.leave_grid()
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
     process_groups.shutdown()
     if launch.rank == 0:
         for row in peer_rows(options.peer, launch.world_size):

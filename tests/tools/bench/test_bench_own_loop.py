@@ -10,11 +10,8 @@ from megatron.lm.processes.cpu_home import cpu_home
 from tools.bench import bench_own_loop
 
 hosts.need("transformers")
-TOY = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 128}
 OPTIONS = argparse.Namespace(level="O3", warm_up=1, steps=2, commit="abc", fp8_min_gain=0)
-
-
-bench_own_loop.SHAPES["toy"] = (bench_own_loop.LLAMA | TOY, 2, 32)
+bench_own_loop.SHAPES["toy"] = (bench_own_loop.llama(64, 2, 96, 4, 4, vocab_size=128), 2, 32)
 
 
 def measured(case: str) -> dict:

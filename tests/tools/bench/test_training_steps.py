@@ -12,7 +12,7 @@ import torch
 from helpers import dist
 from helpers.refusals import code
 from megatron.lm.processes import process_groups
-from tools.bench import bench_grid, bench_step, communication, training_steps
+from tools.bench import bench_grid, bench_step, training_steps
 
 TINY = "--seq-length 16 --num-layers 2 --hidden-size 32 --num-attention-heads 2 --lr-warmup-iters 1"
 OPTIONS = argparse.Namespace(preset="13b", micro_batch_size=2, micro_batches=None, vocab_size=64, flags=TINY)
@@ -144,4 +144,4 @@ def test_what_does_not_fit_is_refused_before_anything_starts(arguments, message,
     ],
 )
 def test_exposed_is_communication_that_no_compute_covers(communication_at, compute_at, alone):
-    assert communication.exposed(communication_at, compute_at) == alone
+    assert bench_grid.exposed(communication_at, compute_at) == alone

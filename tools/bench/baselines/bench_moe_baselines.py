@@ -17,12 +17,10 @@ The router's losses, which ours computes too, are left out. Tokens are random, o
 peak memory, without the peak of building the model, is appended to --csv; a case that fails is printed, and has no row.
 """
 
-import gc
+import functools
 import itertools
-import json
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -37,7 +35,7 @@ from megatron.lm.shell.arguments import Parser, count
 from msamp.kernels import ops
 from tools.bench import rows
 from tools.bench.bench_kernels import BF16
-from tools.bench.training_steps import synchronize
+from tools.bench.training_steps import print_rows, synchronized_step_times
 
 CASES = {
     "bf16-master": "transformers BF16, FP32 master weights",
@@ -92,17 +90,12 @@ class MasterWeights:
         self.masters: list[Tensor] = [nn.Parameter(weight.detach().float()) for weight in self.weights]
         for weight, master in zip(self.weights, self.masters, strict=True):
             master.grad = torch.zeros_like(master)
-            weight.register_post_accumulate_grad_hook(self._adder(master))
+            weight.register_post_accumulate_grad_hook(functools.partial(self._add, master))
 
     @staticmethod
-    def _adder(master: Tensor) -> Callable[[Tensor], None]:
-        def add(weight: Tensor) -> None:
-            assert master.grad is not None
-            assert weight.grad is not None
-            master.grad += weight.grad
-            weight.grad = None
-
-        return add
+    def _add(master: Any, weight: Any) -> None:
+        master.grad += weight.grad
+        weight.grad = None
 
     @torch.no_grad()
     def write(self) -> None:
@@ -159,8 +152,13 @@ def build(case: str, config: Any, device: torch.device) -> nn.Module:
 
     experts = "grouped_mm"
     if case == "torchao":
-        experts = "torchao_fp8"
-        ExpertsInterface.register(experts, fp8_experts(torchao_fp8()))
+        experts, multiply = "torchao_fp8", torchao_fp8()
+
+        def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            weights = module.gate_up_proj, module.down_proj
+            return grouped_layer(hidden_states, top_k_weights, top_k_index, *weights, FP8_ALIGNMENT, multiply)
+
+        ExpertsInterface.register(experts, forward)
     torch.manual_seed(0)
     with device:
         settings = {"dtype": BF16, "attn_implementation": "sdpa", "experts_implementation": experts}
@@ -168,16 +166,6 @@ def build(case: str, config: Any, device: torch.device) -> nn.Module:
     if case == "torchao":
         convert_linears(model.get_submodule("model"))
     return model.train()
-
-
-def fp8_experts(multiply: GroupedMM) -> Callable[..., Tensor]:
-    """Return transformers' experts by a grouped product that requires padded groups."""
-
-    def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        weights = module.gate_up_proj, module.down_proj
-        return grouped_layer(hidden_states, top_k_weights, top_k_index, *weights, FP8_ALIGNMENT, multiply)
-
-    return forward
 
 
 def convert_linears(layers: nn.Module) -> None:
@@ -257,22 +245,17 @@ def measure(case: str, config: Any, work: Work, steps: int, data_path: str | Non
         torch.cuda.reset_peak_memory_stats()
     for _ in range(WARM_UP + steps):
         batch = list(itertools.islice(batches, work.micro_batches))
-        synchronize()
-        start = time.perf_counter()
-        losses.append(trainer.step(batch).item())
-        synchronize()
-        rates.append(work.tokens / (time.perf_counter() - start))
+        times, loss = synchronized_step_times(lambda batch=batch: trainer.step(batch).item(), 1)  # type: ignore[misc]
+        losses.append(loss)
+        rates.append(work.tokens / times[0])
     if not all(map(math.isfinite, losses)):
         raise ValueError(f"losses {losses} of {CASES[case]} are not all finite: its speed says nothing")
-    low, median, high = rows.percentiles(rates[WARM_UP:])
     return {
         "model": "OLMoE",
         "layers": config.num_hidden_layers,
         **work._asdict(),
         "case": CASES[case] + ", random tokens" * (data_path is None),
-        "tokens_s_p20": round(low),
-        "tokens_s": round(median),
-        "tokens_s_p80": round(high),
+        **rows.percentile_columns("tokens_s", rates[WARM_UP:]),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else "",
         "first_loss": losses[0],
         "loss": losses[-1],
@@ -293,20 +276,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("no GPU is available; training steps are measured on a GPU")
-    where, failed = rows.machine(options.commit), 0
+    where = rows.machine(options.commit)
     work = Work(options.micro_batch_size, options.micro_batches, PRESETS[PRESET]["seq_length"])
-    for case in options.cases:
-        try:
-            row = measure(case, olmoe(options.layers), work, options.steps, options.data_path, torch.device("cuda"))
-        except Exception as error:
-            failed += 1
-            print(f"{CASES[case]}: {rows.failure(error)}", flush=True)
-        else:
-            print(json.dumps(row), flush=True)
-            rows.append(options.csv, [where | row])
-        gc.collect()
-        torch.cuda.empty_cache()
-    return int(failed > 0)
+
+    def measurements(case: str) -> Iterator[dict[str, Any]]:
+        row = measure(case, olmoe(options.layers), work, options.steps, options.data_path, torch.device("cuda"))
+        rows.append(options.csv, [where | row])
+        yield row
+
+    return print_rows(options.cases, measurements)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,6 @@ a build, and another for the same build with its whole step, clipping and update
 A build that fails prints its error, under which `bench_step.py --peer` records it.
 """
 
-import gc
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,11 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.lm.config.presets import PRESETS, published_vocabulary
 from megatron.lm.shell import exit_codes
-from megatron.lm.shell.arguments import Parser, count
-from tools.bench.rows import failure
-from tools.bench.training_steps import synchronized_step_times, time_columns
+from tools.bench.bench_kernels import captured
+from tools.bench.training_steps import baseline_parser, baseline_shape, memory, print_rows, synchronized_step_times, time_columns
 
 CASES = {"bf16": None, "ao-tensorwise": "tensorwise", "ao-rowwise": "rowwise"}
 BUILDS = ("eager", "blocks", "whole", "reduce-overhead")
@@ -150,25 +146,9 @@ def training_step(model: nn.Module, tokens: Tensor) -> Callable[[], Tensor]:
     return step
 
 
-def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Return a step, taken before, as one CUDA graph."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
-        loss = step()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return loss
-
-    return replay
-
-
-def measurements(case: str, how: str, shape: dict[str, Any], tokens: Tensor, vocab_size: int, steps: int) -> Iterator[dict[str, Any]]:
+def measurements(case_and_build: str, shape: dict[str, Any], tokens: Tensor, vocab_size: int, steps: int) -> Iterator[dict[str, Any]]:
     """Yield the row of a build, and on a GPU the one of its captured step."""
+    case, how = case_and_build.split()
     model = build(case, how, shape, vocab_size, tokens.device)
     step = training_step(model, tokens)
     step()
@@ -176,16 +156,15 @@ def measurements(case: str, how: str, shape: dict[str, Any], tokens: Tensor, voc
         if tokens.is_cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        step = captured(step) if name != how else step
+        step = captured(step, 1) if name != how else step
         for _ in range(WARM_UP):
             step()
         times, loss = synchronized_step_times(step, steps)
-        sizes = (torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()) if tokens.is_cuda else ()
         yield {
             "case": f"{case} {name}",
             "params_m": round(sum(parameter.numel() for parameter in model.parameters()) / 1e6, 1),
             **time_columns(times, tokens.shape[0] * shape["seq_length"]),
-            **dict(zip(("peak_gib", "rest_gib"), (round(size / 2**30, 2) for size in sizes), strict=False)),
+            **memory(),
             "loss": round(float(loss), 4),
         }
 
@@ -193,31 +172,12 @@ def measurements(case: str, how: str, shape: dict[str, Any], tokens: Tensor, voc
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and print a row for each build of each case."""
-    parser = Parser(description=__doc__)
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=["bf16", "ao-tensorwise"])
-    parser.add_argument("--builds", nargs="+", choices=BUILDS, default=list(BUILDS))
-    parser.add_argument("--preset", choices=list(PRESETS), default="1.3b")
-    parser.add_argument("--layers", type=count(1), help="(default: the preset's)")
-    parser.add_argument("--micro-batch-size", type=count(1), default=4)
-    parser.add_argument("--steps", type=count(2), default=10, help="that are measured")
-    options = parser.parse_args(argv)
-    shape = PRESETS[options.preset] | ({"num_layers": options.layers} if options.layers else {})
-    vocab_size = -(-published_vocabulary(options.preset) // 128) * 128
+    options = baseline_parser(__doc__, CASES, ["bf16", "ao-tensorwise"], BUILDS).parse_args(argv)
+    shape, vocab_size = baseline_shape(options)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokens = torch.randint(0, vocab_size, (options.micro_batch_size, shape["seq_length"] + 1), device=device)
-    failed = 0
-    for case in options.cases:
-        for how in options.builds:
-            try:
-                for row in measurements(case, how, shape, tokens, vocab_size, options.steps):
-                    print(json.dumps(row), flush=True)
-            except Exception as error:
-                failed += 1
-                print(json.dumps({"case": f"{case} {how}", "error": failure(error)}), flush=True)
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    return int(failed > 0)
+    names = [f"{case} {how}" for case in options.cases for how in options.builds]
+    return print_rows(names, lambda name: measurements(name, shape, tokens, vocab_size, options.steps))
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ def test_the_llama_is_transformers():
 
 
 def test_a_line_per_build_also_of_one_that_fails(capsys, monkeypatch):
-    monkeypatch.setitem(bench.PRESETS, "125m", PRESETS["125m"] | SIZES)
-    monkeypatch.setattr(bench, "published_vocabulary", lambda name: 64)
+    monkeypatch.setitem(PRESETS, "125m", PRESETS["125m"] | SIZES)
+    monkeypatch.setattr("tools.bench.training_steps.published_vocabulary", lambda name: 64)
     assert bench.main(["--preset", "125m", "--builds", "eager", "--steps", "2", "--micro-batch-size", "2"]) == 1  # torchao is not installed
     row, failed = map(json.loads, capsys.readouterr().out.splitlines())
     assert (row["case"], row["params_m"]) == ("bf16 eager", 0.0)
