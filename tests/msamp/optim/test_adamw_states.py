@@ -108,8 +108,8 @@ WRITERS = {
     "load": lambda loop, w: nn.ParameterList(loop.ps).load_state_dict({str(i): x for i, x in enumerate(w)}),
     "fp32": lambda loop, w: loop.write([fp32_values(x) for x in w]),
     "data, told": lambda loop, w: ([p.data.copy_(x) for p, x in zip(loop.ps, w, strict=True)], loop.optimizer.reload_model_params()),
-    "new data": lambda loop, w: [setattr(p, "data", x.clone()) for p, x in zip(loop.ps, w, strict=True)],  # vector_to_parameters
     "a replay": lambda loop, w: (loop.write(w), loop.optimizer.refresh()),
+    "new data": lambda loop, w: [setattr(p, "data", x.clone()) for p, x in zip(loop.ps, w, strict=True)],  # vector_to_parameters
 }
 
 
