@@ -81,7 +81,9 @@ def check_model(model: nn.Module, level: OptLevel) -> None:
 
 
 def check_first(model: nn.Module) -> None:
-    """Raise a ValueError if the model already computes in FP16 at one of these levels."""
+    """Raise a ValueError for what is not a module, or already computes in FP16 at one of these levels."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"the model is a {type(model).__name__}; pass a torch.nn.Module (several: one nn.ModuleList)")
     if any(isinstance(m.forward, functools.partial) and m.forward.func in (_autocast, _between) for m in model.modules()):
         raise ValueError("the model was already passed to msamp.amp.initialize; call it once, with all optimizers, and no other")
 

@@ -47,15 +47,7 @@ class HeadNorms:
     TENSORS = 6  # that `take` returns
 
     def __init__(
-        self,
-        qkv: torch.Tensor,
-        norm: Norm,
-        weights: HeadNormWeights,
-        heads: int,
-        groups: int,
-        *,
-        apart: bool = False,
-        whole: bool = False,
+        self, qkv: torch.Tensor, norm: Norm, weights: HeadNormWeights, heads: int, groups: int, *, apart: bool = False, whole: bool = False
     ) -> None:
         self.norm, self.heads, self.groups, self.apart, self.whole = norm, heads, groups, apart, whole
         parts = zip(self._parts(qkv), ((weights.query_weight, weights.query_bias), (weights.key_weight, weights.key_bias)), strict=True)

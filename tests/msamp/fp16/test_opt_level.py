@@ -100,6 +100,8 @@ def test_unknown_levels_and_models_that_do_not_fit_are_refused():
     for check in (lambda net: check_model(net, by_name("O1")), msamp.initialize):
         with pytest.raises(ValueError, match="already passed to msamp"):
             check(nn.Sequential(prepared("O1")))
+        with pytest.raises(ValueError, match="the model is a list; pass a torch"):
+            check([Net()])
     with pytest.raises(ValueError, match=r"a DataParallel, .*initialize first, then wrap"):
         check_model(nn.DataParallel(Net()), by_name("O1"))
     fp8, _ = msamp.initialize(Net())

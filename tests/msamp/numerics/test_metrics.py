@@ -5,17 +5,7 @@ import torch
 
 from helpers.numerics import floats, golden, undelivered_frac
 from msamp.numerics.formats import E4M3
-from msamp.numerics.metrics import (
-    TALLY,
-    add_tallies,
-    edq,
-    judge,
-    lost_frac,
-    saturation_frac,
-    sqnr_db,
-    undelivered_share,
-    underflow_frac,
-)
+from msamp.numerics.metrics import TALLY, add_tallies, edq, judge, lost_frac, saturation_frac, sqnr_db, undelivered_share, underflow_frac
 from msamp.numerics.quantize import dequantize, quantize
 
 

@@ -13,15 +13,7 @@ from msamp.kernels.reference.grad_stats import carried
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import E4M3, E5M2, FP16
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.clip import (
-    clip_,
-    clip_coefficient,
-    first_pass,
-    grad_norm,
-    norms_from_square_sums,
-    second_pass,
-    units,
-)
+from msamp.optim.clip import clip_, clip_coefficient, first_pass, grad_norm, norms_from_square_sums, second_pass, units
 
 
 def gradients(device="cpu") -> list[torch.Tensor]:
