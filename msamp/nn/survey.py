@@ -162,8 +162,9 @@ def decide(model: nn.Module, recipe: Recipe, accept: Filter, left_out: str = "")
             weights.append(module.out_proj.weight)
         if weights:
             tied = any(id(p) in shared for p in weights)
-            if in_fp8(module):  # unless it gains nothing (`msamp.nn.layer_gains`)
-                why = next((part.in_bf16 for part in module.modules() if isinstance(part, LinearScaling) and part.in_bf16), "")
+            if in_fp8(module):  # unless it gains nothing (`msamp.nn.layer_gains`), or a guard has raised it
+                scales = [part for part in module.modules() if isinstance(part, LinearScaling)]
+                why = next((part.in_bf16 or f"{IN_BF16} by its guard" for part in scales if part.in_bf16 or part.raised), "")
             else:
                 why = _why_left(name, module, tied, recipe, accept) or left_out
             holders.append(Holder(name, sum(p.numel() for p in weights), why))

@@ -53,14 +53,16 @@ def train(model, optimizer, guard, steps, rank=0):
 def test_a_layer_is_raised_while_its_input_has_an_outlier(level, caplog):
     with caplog.at_level(logging.WARNING, "msamp"):
         made = start(level.with_scaling(Delayed(WINDOW)))
-        changes = train(*made, range(1, STEPS + 1))
+        changes = train(*made, range(1, UNTIL + 1))
+        assert "computed in BF16 by its guard: second" in str(msamp.survey(made[0]))
+        changes += train(*made, range(UNTIL + 1, STEPS + 1))
     assert [(change.layer, change.raised) for change in changes] == [("second", True), ("second", False)]
     raised, returned = changes
     assert AT < raised.step <= UNTIL < returned.step
     assert raised.why.startswith("input underflow")
     assert returned.steps == returned.step - raised.step
     assert [record.message for record in caplog.records] == [f"step {change.step}: {change}" for change in changes]
-    assert not made[0].second.scaling.raised
+    assert msamp.survey(made[0]).flop_share == 1.0
 
 
 def test_a_normal_run_keeps_its_bits():
