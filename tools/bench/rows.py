@@ -68,6 +68,15 @@ def write(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]])
         writer.writerows(rows)
 
 
+def check(path: Path, columns: Sequence[str]) -> None:
+    """Raise a ValueError if the file exists with other columns."""
+    if path.exists():
+        with path.open(encoding="utf-8", newline="") as stream:
+            header = next(csv.reader(stream), [])
+        if header != columns:
+            raise ValueError(f"{path} has columns {header}, the rows have {columns}; write to another file")
+
+
 def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Append rows to a CSV, writing the header first if the file is new.
 
@@ -77,11 +86,8 @@ def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     if not rows:
         return
     columns = list(rows[0])
-    if not (new := not path.exists()):
-        with path.open(encoding="utf-8", newline="") as stream:
-            header = next(csv.reader(stream), [])
-        if header != columns:
-            raise ValueError(f"{path} has columns {header}, the rows have {columns}; write to another file")
+    new = not path.exists()
+    check(path, columns)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8", newline="") as stream:
         writer = csv.DictWriter(stream, columns)
