@@ -129,12 +129,14 @@ class BenchAttention:
     def fp8(self) -> FP8Attention:
         return FP8Attention(self.scaling, 1 / math.sqrt(self.size.channels), True, True)
 
-    def fill_windows(self) -> None:
-        """Run steps until every scale is delayed."""
+    def prepare(self) -> None:
+        """Run steps until every scale is delayed, and store the operands of `fp8_kernel`."""
         state = ScalingState(self.scaling)
         for _ in range(WARM_UP):
             self.fp8_layer(backward=True)
             state.roll()
+        of = self.fp8.rotate(self.qkv, self.cos, self.sin, self.size.heads, self.size.groups)
+        self.cast = of, self.fp8.prepare(of, self.fp8.attend(of), self.grad)
 
     def bf16_kernel(self, *, backward: bool, qkv: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return the output [s, b, heads * d], and with `backward` the gradients of query, key and value."""
@@ -160,11 +162,6 @@ class BenchAttention:
         self.fp8.attend(of)
         if backward:
             self.fp8.prepared_gradients(of, prepared)
-
-    def keep_casts(self) -> None:
-        """Store the operands of `fp8_kernel`, once every scale is delayed."""
-        of = self.fp8.rotate(self.qkv, self.cos, self.sin, self.size.heads, self.size.groups)
-        self.cast = of, self.fp8.prepare(of, self.fp8.attend(of), self.grad)
 
     def fp8_layer(self, *, backward: bool) -> None:
         fp8, scale_inv = self.fp8, scalar_pool.take(self.device)
@@ -211,8 +208,7 @@ def cases(size: Shape, kind: str, device: torch.device | str = "cuda") -> Iterat
     both = BenchAttention(size, kind, device)
     lost = both.losses()
     nothing = dict.fromkeys(lost, "")
-    both.fill_windows()
-    both.keep_casts()
+    both.prepare()
     for what, bf16, fp8 in (("kernel", both.bf16_kernel, both.fp8_kernel), ("layer", both.bf16_layer, both.fp8_layer)):
         for name, run, columns in (("bf16", bf16, nothing), ("fp8", fp8, lost)):
             for passes in PASSES:

@@ -45,24 +45,14 @@ TOLERANCE = 0.03  # how much a ratio may grow, relative
 TRAINER = "--preset 1.3b --micro-batch-size 4 --flags='--num-layers=12 --fp8-min-gain=0'"
 
 
-class SpeedGateCase(NamedTuple):
-    """One ratio: its name, and the contestants as `serve` reads them, a kind and its own words."""
-
-    name: str
-    ours: str
-    baseline: str
-
-
+# Name of a ratio -> ours and its baseline, as `serve` reads them: a kind and its own words.
 CASES = {
-    case.name: case
-    for case in (
-        SpeedGateCase("trainer-O2", "trainer O2", "trainer O0"),
-        SpeedGateCase("trainer-O3", "trainer O3", "trainer O0"),
-        SpeedGateCase("trainer-coat", "trainer coat", "trainer O0"),
-        SpeedGateCase("two-lines", "two-lines msamp captured", "two-lines torch compiled"),
-        SpeedGateCase("two-lines-torchao", "two-lines msamp captured", "two-lines torchao captured"),
-        SpeedGateCase("linear", "linear fp8", "linear bf16"),
-    )
+    "trainer-O2": ("trainer O2", "trainer O0"),
+    "trainer-O3": ("trainer O3", "trainer O0"),
+    "trainer-coat": ("trainer coat", "trainer O0"),
+    "two-lines": ("two-lines msamp captured", "two-lines torch compiled"),
+    "two-lines-torchao": ("two-lines msamp captured", "two-lines torchao captured"),
+    "linear": ("linear fp8", "linear bf16"),
 }
 Step = Callable[[], Any]
 
@@ -135,18 +125,12 @@ class Contestant:
     """The process of a contestant, which answers each line of its stdin by a line of JSON."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
-        words = [
-            "--warm-up",
-            str(options.warm_up),
-            f"--trainer-flags={options.trainer_flags}",
-            "--two-lines-shape",
-            options.two_lines_shape,
-        ]
-        words += ["--linear-tokens", str(options.linear_tokens), "--linear-width", str(options.linear_width), "--serve", name]
+        passed_on = ("warm_up", "trainer_flags", "two_lines_shape", "linear_tokens", "linear_width")
+        words = [f"--{flag.replace('_', '-')}={getattr(options, flag)}" for flag in passed_on]
         path = os.pathsep.join([str(rows.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.name = name
         self.process = subprocess.Popen(
-            [sys.executable, __file__, *words],
+            [sys.executable, __file__, *words, "--serve", name],
             cwd=rows.ROOT,
             env=os.environ | {"PYTHONPATH": path},
             stdin=subprocess.PIPE,
@@ -154,9 +138,10 @@ class Contestant:
             text=True,
         )
 
-    def build(self) -> dict[str, Any]:
-        """Build and warm up; return whether graphs are replayed (`captured`) and the memory in `gib`."""
-        return self._ask("")
+    def build(self) -> None:
+        """Build, warm up, and print how the steps run."""
+        ready = self._ask("")
+        print(f"{self.name}: {'replayed graphs' if ready['captured'] else 'eager steps'}, {ready['gib']:.1f} GiB", flush=True)
 
     def steps(self, number: int) -> list[float]:
         """Take steps and return the ms of each."""
@@ -199,51 +184,40 @@ def ratio(ours: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) 
 
 
 def measure(
-    cases: Sequence[SpeedGateCase],
+    cases: Mapping[str, tuple[str, str]],
     options: argparse.Namespace,
-    start: Callable[[str, argparse.Namespace], Any],
     keep: Callable[[str, Measured], None] = lambda name, ratios: None,
 ) -> dict[str, Measured]:
     """Measure each case, and print it. A contestant lives for as long as a later case needs it.
 
     All processes start, and import, at once. The two of a case compile and capture at once too, and only then does either take a step that
-    counts.
-
-    Args:
-        start: starts the process of a contestant, such as `Contestant`.
-        keep: gets each case as soon as it is measured.
+    counts. `keep` gets each case as soon as it is measured.
     """
     measured: dict[str, Measured] = {}
-    alive: dict[str, Any] = {}
+    alive: dict[str, Contestant] = {}
     built: set[str] = set()
     try:
-        for name in dict.fromkeys(name for case in cases for name in (case.baseline, case.ours)):
-            alive[name] = start(name, options)
-        for number, case in enumerate(cases):
-            new = [name for name in (case.baseline, case.ours) if name not in built]
+        for name in dict.fromkeys(name for pair in cases.values() for name in reversed(pair)):
+            alive[name] = Contestant(name, options)
+        for case, (ours, baseline) in cases.items():
+            new = [name for name in (baseline, ours) if name not in built]
             with ThreadPoolExecutor(len(new) or 1) as threads:
-                list(threads.map(lambda name: report_built(alive[name]), new))
+                list(threads.map(lambda name: alive[name].build(), new))
             built.update(new)
-            turns: dict[str, list[list[float]]] = {case.baseline: [], case.ours: []}
+            turns: dict[str, list[list[float]]] = {baseline: [], ours: []}
             for turn in range(options.rounds):
                 for name in list(turns) if turn % 2 == 0 else reversed(turns):  # every round begins with another one
                     turns[name].append(alive[name].steps(options.steps))
-            measured[case.name] = ratio(turns[case.ours], turns[case.baseline])
-            print(f"{case.name}: {case.ours} / {case.baseline} = {measured[case.name].ratio:.4f}", flush=True)
-            keep(case.name, measured[case.name])
-            needed = {name for later in cases[number + 1 :] for name in (later.baseline, later.ours)}
+            measured[case] = ratio(turns[ours], turns[baseline])
+            print(f"{case}: {ours} / {baseline} = {measured[case].ratio:.4f}", flush=True)
+            keep(case, measured[case])
+            needed = {name for later, pair in cases.items() if later not in measured for name in pair}
             for name in alive.keys() - needed:
                 alive.pop(name).close()
     finally:
         for contestant in alive.values():
             contestant.close()
     return measured
-
-
-def report_built(contestant: Any) -> None:
-    """Build a contestant and print how its steps run."""
-    ready = contestant.build()
-    print(f"{contestant.name}: {'replayed graphs' if ready['captured'] else 'eager steps'}, {ready['gib']:.1f} GiB", flush=True)
 
 
 def committed(path: Path, gpu: str, names: Iterable[str]) -> dict[str, float]:
@@ -270,36 +244,34 @@ def committed(path: Path, gpu: str, names: Iterable[str]) -> dict[str, float]:
     return ratios
 
 
-def judge(measured: Mapping[str, Measured], expected: Mapping[str, float], tolerance: float = TOLERANCE) -> list[str]:
-    """Return a line for each case whose ratio grew by more than `tolerance`; an empty list if none did."""
+def judge(measured: Mapping[str, Measured], expected: Mapping[str, float]) -> list[str]:
+    """Return a line for each case whose ratio grew by more than `TOLERANCE`; an empty list if none did."""
     lines = []
     for name, ratios in measured.items():
         change = ratios.ratio / expected[name] - 1
-        if not change <= tolerance:  # a ratio that is NaN fails too
+        if not change <= TOLERANCE:  # a ratio that is NaN fails too
             lines.append(
                 f"{name}: ratio {ratios.ratio:.4f} ({ratios.least:.4f} to {ratios.most:.4f}), committed {expected[name]:.4f}: "
-                f"{100 * change:+.1f} %, more than {100 * tolerance:g} %"
+                f"{100 * change:+.1f} %, more than {100 * TOLERANCE:g} %"
             )
     return lines
 
 
-def table(measured: Mapping[str, Measured], where: Mapping[str, str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the rows to write; `where`: machine and tree."""
-    lines = []
-    for name, ratios in measured.items():
-        figures = {key: round(value, 4) for key, value in ratios._asdict().items()}
-        row = dict(where) | {"case": name, "ours": CASES[name].ours, "baseline": CASES[name].baseline, "rounds": options.rounds} | figures
-        lines.append({column: row[column] for column in COLUMNS})
-    return lines
+def row_of(case: str, ratios: Measured, where: Mapping[str, str], options: argparse.Namespace) -> dict[str, Any]:
+    """Return the row to write; `where`: machine and tree."""
+    ours, baseline = CASES[case]
+    row = dict(where) | {"case": case, "ours": ours, "baseline": baseline, "rounds": options.rounds}
+    row |= {key: round(value, 4) for key, value in ratios._asdict().items()}
+    return {column: row[column] for column in COLUMNS}
 
 
-def require(cases: Iterable[SpeedGateCase]) -> None:
+def require(cases: Mapping[str, tuple[str, str]]) -> None:
     """Raise a ValueError if this machine lacks what the cases need."""
     if not torch.cuda.is_available():
         raise ValueError("the speed gate measures on a GPU, and torch finds none (CUDA_VISIBLE_DEVICES?): run it on a machine with one")
     if torch.cuda.get_device_capability() < (8, 9):
         raise ValueError(f"the speed gate measures FP8, which {torch.cuda.get_device_name()} does not have: use Ada, Hopper or later")
-    needing = [case.name for case in cases if "torchao" in case.baseline]
+    needing = [case for case, (_, baseline) in cases.items() if "torchao" in baseline]
     line = [sys.executable, "-c", "import torchao.float8"]
     if needing and subprocess.run(line, capture_output=True, check=False).returncode:
         raise ValueError(f"case {needing[0]} requires torchao, which cannot be imported: pip install torchao, or name the other --cases")
@@ -324,16 +296,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.serve is not None:
         serve(options.serve, options)
         return 0
-    cases = [case for case in CASES.values() if case.name in options.cases]
+    cases = {case: pair for case, pair in CASES.items() if case in options.cases}
     require(cases)
     if options.write:
         where = rows.machine(options.commit)  # once: the first row changes a tree that has the file
-        written = measure(cases, options, Contestant, lambda name, ratios: rows.append(options.csv, table({name: ratios}, where, options)))
+        written = measure(cases, options, lambda name, ratios: rows.append(options.csv, [row_of(name, ratios, where, options)]))
         print(f"{len(written)} ratios written to {options.csv}: commit it")
         return 0
-    expected = committed(options.csv, torch.cuda.get_device_name(), [case.name for case in cases])
-    measured = measure(cases, options, Contestant)
-    lost = judge(measured, expected, TOLERANCE)
+    expected = committed(options.csv, torch.cuda.get_device_name(), cases)
+    measured = measure(cases, options)
+    lost = judge(measured, expected)
     for name, ratios in measured.items():
         print(f"{name}: {100 * (ratios.ratio / expected[name] - 1):+.1f} % of the committed ratio {expected[name]:.4f}")
     print("\n".join(f"LOST {line}" for line in lost) or f"no case lost more than {100 * TOLERANCE:g} %", flush=True)

@@ -37,7 +37,6 @@ class Fake:
 
     def build(self):
         self.built = True
-        return {"captured": True, "gib": 1.0}
 
     def steps(self, number):
         assert self.built
