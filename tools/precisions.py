@@ -12,7 +12,7 @@ import argparse
 import shlex
 import sys
 
-from megatron.lm.config.sections import baselines
+from megatron.lm.config.sections.baselines import BASELINES
 from megatron.lm.config.sections.precision import recipe_by_name
 from megatron.lm.shell.arguments import Parser
 from megatron.lm.shell.exit_codes import command
@@ -60,7 +60,7 @@ def known() -> list[str]:
     """Return every precision that tools accept, without further flags."""
     recipes = [recipe.by_name(name) for name in recipe.names()]
     casts = [f"{one.name}+{gemm}" for one in recipes if one.fp8 for gemm in recipe.GEMMS]
-    return [*(one.name for one in recipes), *casts, *baselines.names()]
+    return [*(one.name for one in recipes), *casts, *BASELINES]
 
 
 @command

@@ -10,9 +10,9 @@ from msamp.numerics import recipe
 TABLE = "msamp/numerics/recipe.py"  # where the names stand
 APEX = "msamp/fp16/"  # its O0 to O3 are Apex's levels, which say what they do in a table of their own
 
-NAMES = {*recipe.names(), *baselines.names(), "O0"}
+NAMES = {*recipe.names(), *baselines.BASELINES, "O0"}
 # Also names of formats, of ways to keep an activation, and of rows measured elsewhere: judged by what they are compared with.
-SHARED = {"fp32", "bf16", "coat", *baselines.names()}
+SHARED = {"fp32", "bf16", "coat", *baselines.BASELINES}
 PRECISION = {"precision", "precisions", "recipe", "recipes", "level", "levels", "opt_level"}  # what holds the name of a recipe, or a recipe
 
 

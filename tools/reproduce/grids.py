@@ -53,7 +53,7 @@ def weight_volume(config: Config, gpus: int) -> float:
     FP8-LM's "GB" are read as GiB throughout, since only then does its Table 7 agree with the shapes to the printed digit. BF16 sends FP32
     gradients and BF16 weights; FP8 one byte each for linear weights, two for other matrices, and FP32 for vectors.
     """
-    ranks = config.axes(gpus).copies
+    ranks = config.parallel.axes(gpus).copies
     low = config.precision.recipe.fp8
     bytes_of = {"linear": 1 + 1, "matrix": 2 + 2, "vector": 4 + 4} if low else dict.fromkeys(("linear", "matrix", "vector"), 4 + 2)
     stages = config.parallel.pipeline_model_parallel_size

@@ -55,7 +55,7 @@ def configuration(model: str, precision: str, *flags: str) -> Any:
 def row(what: str, model: str, one: Planned, gpus: int, **more: Any) -> dict[str, Any]:
     """Return the row of a planned grid."""
     config, parallel, training = one.config, one.config.parallel, one.config.training
-    axes, batch = config.axes(gpus), config.global_batch_size(gpus)
+    axes, batch = config.parallel.axes(gpus), config.global_batch_size(gpus)
     chunk = f" / {parallel.num_layers_per_virtual_pipeline_stage}" if parallel.num_layers_per_virtual_pipeline_stage else ""
     eager = " eager" if axes.pipeline > 1 and not one.step.captured else ""
     columns = {
@@ -91,7 +91,7 @@ def context(precision: str, sequence: int) -> dict[str, Any]:
     config = configuration("175b", precision, "--seq-length", str(sequence), "--global-batch-size", str(batch), "--micro-batch-size", "1")
     machines, grids = cluster(32), []
     for one in candidates(config, machines, ("micro_batch_size", "recompute_granularity", "num_layers_per_virtual_pipeline_stage")):
-        if one.axes(32).model == 32:
+        if one.parallel.axes(32).model == 32:
             grids.append(planned(one, machines, rates_of(GPU)))
     leanest = min(grids, key=lambda one: one.fullest.total)
     fits = leanest.fullest.total + memory.RESERVED <= PAPER_GIB * memory.GIB

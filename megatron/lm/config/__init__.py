@@ -7,15 +7,13 @@ those of Megatron-LM that have another meaning here, and `rules` validates combi
 from megatron.lm.config.sections.model import ModelConfig
 from megatron.lm.config.sections.outputs import LATEST_CHECKPOINT_FILE, CheckpointConfig, FaultConfig, LoggingConfig, ProfilingConfig
 from megatron.lm.config.sections.parallel import CommunicationConfig, ParallelConfig
-from megatron.lm.config.sections.precision import COAT_FORMATS, FP8_FORMATS, LINEARS, OPT_LEVELS, PrecisionConfig
-from megatron.lm.config.sections.schema import Range, flag, setting
+from megatron.lm.config.sections.precision import LINEARS, OPT_LEVELS, PrecisionConfig
+from megatron.lm.config.sections.schema import Range, flag
 from megatron.lm.config.sections.training import DEFAULT_SPLIT, TOKENIZERS, DataConfig, OptimizerConfig, TrainingConfig
 from megatron.lm.config.whole import Config
 
 __all__ = [
-    "COAT_FORMATS",
     "DEFAULT_SPLIT",
-    "FP8_FORMATS",
     "LATEST_CHECKPOINT_FILE",
     "LINEARS",
     "OPT_LEVELS",
@@ -34,5 +32,4 @@ __all__ = [
     "Range",
     "TrainingConfig",
     "flag",
-    "setting",
 ]

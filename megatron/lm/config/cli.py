@@ -142,11 +142,6 @@ def _about_loading(given: GivenFlags) -> CheckpointConfig:
     )
 
 
-def known_flags() -> frozenset[str]:
-    """Return the trainer's own flags."""
-    return _options(_parser({}))
-
-
 def _options(parser: argparse.ArgumentParser) -> frozenset[str]:
     return frozenset(option for action in parser._actions for option in action.option_strings)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from megatron.lm.config.sections.batch_sizes import BatchSizes, Ramp
 from megatron.lm.config.sections.model import ModelConfig
 from megatron.lm.config.sections.outputs import CheckpointConfig, FaultConfig, LoggingConfig, ProfilingConfig
-from megatron.lm.config.sections.parallel import CommunicationConfig, ParallelConfig, ProcessAxes
+from megatron.lm.config.sections.parallel import CommunicationConfig, ParallelConfig
 from megatron.lm.config.sections.precision import LINEARS, PrecisionConfig
 from megatron.lm.config.sections.training import DataConfig, OptimizerConfig, ScheduleSteps, TrainingConfig
 
@@ -58,10 +58,6 @@ class Config:
         """Return the rows of the embedding, see `ModelConfig.padded_vocab_size`."""
         return self.model.padded_vocab_size(vocab_size, self.parallel.tensor_model_parallel_size)
 
-    def axes(self, world_size: int) -> ProcessAxes:
-        """Return the grid of `world_size` processes."""
-        return self.parallel.axes(world_size)
-
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch whose activations a process computes, without sequence parallelism."""
@@ -69,7 +65,7 @@ class Config:
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return how many of `world_size` processes, or of the groups that share samples, read different samples."""
-        return self.axes(world_size).data
+        return self.parallel.axes(world_size).data
 
     def batch_sizes(self, world_size: int) -> BatchSizes:
         """Return the number of sequences of each iteration."""

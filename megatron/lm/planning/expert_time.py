@@ -85,7 +85,7 @@ def exchange(config: Config, cluster: Cluster, layers: int) -> float:
     grad_input travels while FC1's weight gradient is computed; nothing else hides."""
     sent = wire.expert_parallel(config, layers)
     hidden = {"expert grad_input sum"} if experts.in_fp8(config) else set()
-    axes = config.axes(cluster.gpus)
+    axes = config.parallel.axes(cluster.gpus)
     link = cluster.link_between(axes.expert * axes.expert_tensor)
     return sum(one.size / link + one.calls * cluster.latency for kind, one in sent.items() if kind not in hidden)
 

@@ -80,7 +80,7 @@ def check_fits(config: Config, world_size: int, device_memory: float, reserved: 
     check_weights(config, device_memory)
     fullest = max(plan(config, world_size), key=lambda rank: rank.total)
     if fullest.total + reserved > device_memory:
-        remedies = ", ".join(_remedies(config, fullest, config.axes(world_size).copies))
+        remedies = ", ".join(_remedies(config, fullest, config.parallel.axes(world_size).copies))
         beside = f" and {reserved / GIB:g} for CUDA and NCCL" if reserved else ""
         raise ValueError(
             f"pipeline stage {fullest.stage} needs {fullest.total / GIB:.1f} GiB per process{beside}, but the device has "
@@ -91,7 +91,7 @@ def check_fits(config: Config, world_size: int, device_memory: float, reserved: 
 def check_weights(config: Config, device_memory: float) -> None:
     """Raise a ValueError if one process's weights alone, at a byte each, need more than `device_memory`; fast for any number of layers."""
     count = parameter_count(config.model, vocabulary(config))
-    share = count // config.axes(1).model
+    share = count // config.parallel.axes(1).model
     if share > device_memory:
         raise ValueError(
             f"the model has {count:.3g} parameters, {share:.3g} of them per process, but the device has "
@@ -129,7 +129,7 @@ def report(config: Config, world_size: int) -> str:
     parallel, training, ranks = config.parallel, config.training, plan(config, world_size)
     virtual = parallel.num_layers_per_virtual_pipeline_stage
     grid = (
-        f"grid: {world_size} process{'es' if world_size > 1 else ''} = {config.axes(world_size)}"
+        f"grid: {world_size} process{'es' if world_size > 1 else ''} = {config.parallel.axes(world_size)}"
         + (", sequence parallel" if parallel.sequence_parallel else "")
         + (f", {virtual} layers per virtual stage" if virtual else "")
         + (", ZeRO" if config.shards_optimizer else "")

@@ -63,7 +63,7 @@ class Rank:
 
 def plan(config: Config, world_size: int) -> list[Rank]:
     """Return the memory of every rank of the grid, one of each tensor-parallel group; `config` must have passed `check.check`."""
-    copies = config.axes(world_size).copies
+    copies = config.parallel.axes(world_size).copies
     ranks = []
     for stage in range(config.parallel.pipeline_model_parallel_size):
         parameters = stage_parameters(config, stage)
@@ -112,7 +112,7 @@ def _states(config: Config, parameters: Sequence[Parameter], copies: int, accumu
 def _owned_pieces(config: Config, parameters: Sequence[Parameter], copies: int) -> list[list[tuple[Parameter, tuple[int, ...]]]]:
     """Return the parameters, or parts of them, whose gradients each data-parallel rank reduces, with their shapes."""
     if any(p.spread for p in parameters):
-        axes = config.axes(copies * config.axes(1).model)
+        axes = config.parallel.axes(copies * config.parallel.axes(1).model)
         each = _owned_pieces(config, [p for p in parameters if not p.spread], copies)
         fewer = _owned_pieces(config, [p._replace(spread=False) for p in parameters if p.spread], axes.expert_data)
         return [dense + fewer[number % axes.expert_data] for number, dense in enumerate(each)]

@@ -149,12 +149,12 @@ class Cluster:
 
     def data_parallel_peers(self, config: Config) -> tuple[int, int]:
         """Return (ranks that average gradients, those of them on one host). Rank order is tensor, context, data, pipeline."""
-        axes = config.axes(self.gpus)
+        axes = config.parallel.axes(self.gpus)
         return axes.copies, max(1, min(axes.copies, self.per_host // axes.tensor))
 
     def crosses_hosts(self, config: Config) -> bool:
         """Return whether neighboring pipeline stages are on different hosts."""
-        axes = config.axes(self.gpus)
+        axes = config.parallel.axes(self.gpus)
         return self.gpus > self.per_host and axes.copies * axes.tensor >= self.per_host
 
     def link_between(self, ranks: int) -> float:

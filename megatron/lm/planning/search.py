@@ -148,7 +148,7 @@ def candidates(config: Config, cluster: Cluster, fixed: Sequence[str] = ()) -> I
 
 def _even(config: Config, gpus: int) -> list[Rank]:
     """Return a rank of each stage, with sharded states divided evenly by the number of ranks."""
-    axes = config.axes(gpus)
+    axes = config.parallel.axes(gpus)
     share = axes.copies if config.shards_optimizer else 1
     micro_batches, ranks = config.num_micro_batches(gpus), []
     for rank in _ranks_with_states(_bare(config, 2 if micro_batches > 1 else 1), axes.model):
@@ -160,7 +160,7 @@ def _even(config: Config, gpus: int) -> list[Rank]:
 
 def _exact(config: Config, gpus: int) -> list[Rank]:
     """Return the result of `memory.plan`."""
-    axes, micro_batches = config.axes(gpus), config.num_micro_batches(gpus)
+    axes, micro_batches = config.parallel.axes(gpus), config.num_micro_batches(gpus)
     activations = [memory.stage_activations(config, stage, micro_batches) for stage in range(axes.pipeline)]
     ranks = _ranks_with_states(_bare(config, axes.copies * (2 if micro_batches > 1 else 1)), gpus)
     return [replace(rank, activations=activations[rank.stage]) for rank in ranks]

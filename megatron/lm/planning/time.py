@@ -107,7 +107,7 @@ def _stage(config: Config, cluster: Cluster, rates: Rates, stage: int, *, graph:
     kinds[f"tensor-parallel, {how}"] = tensor * share
     # Of an all-to-all everything is exposed; of a ring what takes longer than the attention meanwhile, which covers all its steps but one.
     # No rate was fitted to it.
-    axes, swapped = config.axes(cluster.gpus), wire.context_parallel(config, layers)
+    axes, swapped = config.parallel.axes(cluster.gpus), wire.context_parallel(config, layers)
     seconds = swapped.size / cluster.link_between(axes.tensor * axes.context) + swapped.calls * cluster.latency
     covered = 0.0 if config.parallel.cp_comm_type == "a2a" else kinds["attention"] * (axes.context - 1) / axes.context
     kinds["context-parallel, exposed"] = max(0.0, seconds - covered)
@@ -244,7 +244,7 @@ def _head(config: Config, rates: Rates) -> dict[str, float]:
 
 def _updated(config: Config, cluster: Cluster, stage: int) -> tuple[int, int]:
     """Return the bytes of all gradients of a stage on one rank, and the number of elements that it averages with other ranks."""
-    parameters, formats, axes = stage_parameters(config, stage), state_formats(config), config.axes(cluster.gpus)
+    parameters, formats, axes = stage_parameters(config, stage), state_formats(config), config.parallel.axes(cluster.gpus)
     gradients = sum(p.size * formats[p.kind][1].grad.bytes for p in parameters)
     return gradients, sum(p.size for p in parameters if (axes.expert_data if p.spread else axes.copies) > 1)
 
@@ -264,7 +264,7 @@ def _update(config: Config, rates: Rates, rank: Rank, gradients: int, averaged: 
 def _exchange(config: Config, cluster: Cluster, stage: int, averaged: int, micro_batch: float, *, graph: bool) -> float:
     """Return the exposed seconds of communicating the gradients of `averaged` elements, and the weights. Graphs of pipeline stages, and of
     micro-batches alone, start after all weights were gathered."""
-    copies = config.axes(cluster.gpus).copies
+    copies = config.parallel.axes(cluster.gpus).copies
     gradients, weights = wire.data_parallel(config, copies, stage)
     if copies == 1:
         return 0.0

@@ -151,7 +151,7 @@ def data_parallel(config: Config, copies: int, stage: int) -> tuple[float, float
     if copies == 1:
         return 0.0, 0.0
     formats, parameters = state_formats(config), stage_parameters(config, stage)
-    few = config.axes(copies * config.axes(1).model).expert_data  # copies of experts that processes share
+    few = config.parallel.axes(copies * config.parallel.axes(1).model).expert_data  # copies of experts that processes share
 
     def shared(p: Parameter) -> float:
         return p.size * (1 - 1 / (few if p.spread else copies))
@@ -163,7 +163,7 @@ def data_parallel(config: Config, copies: int, stage: int) -> tuple[float, float
 
 def by_kind(config: Config, world_size: int) -> dict[str, float]:
     """Return the bytes that a rank of the busiest stage sends per step, by kind."""
-    micro_batches, copies = config.num_micro_batches(world_size), config.axes(world_size).copies
+    micro_batches, copies = config.num_micro_batches(world_size), config.parallel.axes(world_size).copies
     stages = []
     for stage in range(config.parallel.pipeline_model_parallel_size):
         gradients, weights = data_parallel(config, copies, stage)

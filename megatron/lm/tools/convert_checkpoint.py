@@ -153,7 +153,7 @@ def inspect(args: argparse.Namespace) -> str:
     config = saved.config
     shown = ("version", "torch", "iteration", "consumed_samples", "vocab_size")
     lines = [f"{saved.folder}: whole", *(f"{key}: {saved.info[key]}" for key in shown if key in saved.info)]
-    grid = config.axes(saved.info["processes"])
+    grid = config.parallel.axes(saved.info["processes"])
     lines += [f"precision: {config.precision.name}", f"grid: {grid}", f"flags: {shlex.join(to_argv(config))}", ""]
     lines.append(f"{'tensor':<56}{'shape':<20}{'dtype':<16}{'bytes':>14}  scale_inv")
     elements, size = 0, 0

@@ -52,6 +52,9 @@ class Verdict(NamedTuple):
     becomes: Values = ()
 
 
+ONE_LENGTH = Verdict(DROPPED, "GPT has a single sequence length, --seq-length")
+
+
 class WrittenFlag(NamedTuple):
     """A flag with the words after it; an empty flag: words before the first flag."""
 
@@ -186,11 +189,6 @@ def _virtual_stages(given: GivenFlags, values: Values) -> Verdict | None:
     return Verdict(TRANSLATED, "", ("--num-layers-per-virtual-pipeline-stage", str(layers // parts)))
 
 
-def _decoder_seq_length(given: GivenFlags, values: Values) -> Verdict | None:
-    same = values[0] == given.value("--seq-length")
-    return Verdict(DROPPED, "GPT has a single sequence length, --seq-length") if same else None
-
-
 def _multiple_of(given: GivenFlags, values: Values) -> Verdict | None:
     """LLaMA's width of a SwiGLU, two thirds of 4 hidden sizes, rounded up to a multiple, as in forks that have this flag."""
     hidden, multiple = given.count("--hidden-size"), int(values[0]) if values[0].isdecimal() else 0
@@ -210,19 +208,17 @@ def _tokenizer_type(given: GivenFlags, values: Values) -> Verdict | None:
 
 
 # Flags whose verdict is computed from their value and other flags, unless a row with conditions applies.
-COMPUTED: Mapping[str, Callable[[GivenFlags, Values], Verdict | None]] = MappingProxyType(
-    {
-        "--fp8-format": _level,
-        "--fp8-hybrid": lambda given, values: _level(given, ("hybrid",)),
-        "--split": _split,
-        "--start-weight-decay": _weight_decay_end,
-        "--end-weight-decay": _weight_decay_end,
-        "--num-virtual-stages-per-pipeline-rank": _virtual_stages,
-        "--decoder-seq-length": _decoder_seq_length,
-        "--multiple-of": _multiple_of,
-        "--tokenizer-type": _tokenizer_type,
-    }
-)
+COMPUTED: Mapping[str, Callable[[GivenFlags, Values], Verdict | None]] = {
+    "--fp8-format": _level,
+    "--fp8-hybrid": lambda given, values: _level(given, ("hybrid",)),
+    "--split": _split,
+    "--start-weight-decay": _weight_decay_end,
+    "--end-weight-decay": _weight_decay_end,
+    "--num-virtual-stages-per-pipeline-rank": _virtual_stages,
+    "--decoder-seq-length": lambda given, values: ONE_LENGTH if values[0] == given.value("--seq-length") else None,
+    "--multiple-of": _multiple_of,
+    "--tokenizer-type": _tokenizer_type,
+}
 
 
 def described(some: Sequence[DefaultRow]) -> str:

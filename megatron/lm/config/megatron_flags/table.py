@@ -26,7 +26,6 @@ EXAMPLES = """examples:
     msamp torchrun --nproc-per-node 8 msamp pretrain --preset 1.3b --opt-level O3 --data-path DATA --tokenizer-type \\
         HuggingFaceTokenizer --tokenizer-model tokenizer.json --save RUN --load RUN --save-interval 1000
 """
-SIMILARITY = 0.8  # of a misspelled flag to the one it is taken for, as `difflib` measures it
 
 
 @dataclass(frozen=True)
@@ -202,7 +201,7 @@ def find(flag: str, values: Sequence[str], given: GivenFlags) -> FlagRow | None:
 
 def closest(word: str, known: Iterable[str]) -> str | None:
     """Return the known word that `word` probably misspells; None if all are too different."""
-    return next(iter(difflib.get_close_matches(word, sorted(known), n=1, cutoff=SIMILARITY)), None)
+    return next(iter(difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.8)), None)
 
 
 def spelled(flag: str) -> str:

@@ -64,23 +64,19 @@ def pipeline_shape(config: Config, world_size: int) -> Problems:
         )
 
 
-def context_parallel_chunks(config: Config, world_size: int) -> Problems:
-    """Each process has two chunks of every sequence, which sequence parallelism splits further."""
-    parallel, length = config.parallel, config.model.seq_length
-    cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    multiple = math.lcm(2 * cp, cp * tp)
-    if cp > 1 and length % multiple:
-        split = f"--context-parallel-size {cp}" + (f" with --sequence-parallel over {tp} processes" if tp > 1 else "")
-        yield f"--seq-length {length} is not divisible by {multiple}, as {split} requires: choose a multiple"
-
-
-def context_parallel_heads(config: Config, world_size: int) -> Problems:
-    """With an all-to-all, each process has its share of the heads of its tensor-parallel part."""
+def context_parallel_shape(config: Config, world_size: int) -> Problems:
+    """Each process has two chunks of every sequence, which sequence parallelism splits further. With an all-to-all it also has its share of
+    the heads of its tensor-parallel part."""
     parallel, model = config.parallel, config.model
     cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    given, parts = f"--context-parallel-size {cp}", tp if parallel.sequence_parallel else 1
+    multiple = math.lcm(2 * cp, cp * parts)
+    if cp > 1 and model.seq_length % multiple:
+        split = given + (f" with --sequence-parallel over {parts} processes" if parts > 1 else "")
+        yield f"--seq-length {model.seq_length} is not divisible by {multiple}, as {split} requires: choose a multiple"
     if parallel.shares_heads and (model.query_groups % (tp * cp) or model.num_attention_heads % (tp * cp)):
         groups = "" if model.query_groups == model.num_attention_heads else f" in {model.query_groups} groups"
-        per = f"--context-parallel-size {cp}" + (f" x --tensor-model-parallel-size {tp}" if tp > 1 else "")
+        per = given + (f" x --tensor-model-parallel-size {tp}" if tp > 1 else "")
         yield (
             f"--cp-comm-type a2a divides heads between processes, and {model.num_attention_heads} heads{groups} are not divisible by "
             f"{per}: use p2p, or another number of processes"
@@ -101,7 +97,6 @@ RULES: Rules = {
     attention_shape: ("model",),
     tensor_parallel_shape: ("model", "parallel"),
     pipeline_shape: ("model", "parallel"),
-    context_parallel_chunks: ("model", "parallel"),
-    context_parallel_heads: ("model", "parallel"),
+    context_parallel_shape: ("model", "parallel"),
     context_parallel_mask: ("parallel", "data"),
 }

@@ -58,17 +58,7 @@ _ALL = (
     _peer("te-current", fp8="hybrid", fp8_recipe="tensorwise"),
     _peer("te-block", fp8="e4m3", fp8_recipe="blockwise"),
 )
-_TABLE = {recipe.name: recipe for recipe in _ALL}
-
-
-def names() -> tuple[str, ...]:
-    """Return the names of the recipes."""
-    return tuple(_TABLE)
-
-
-def find(name: str) -> PeerRecipe | None:
-    """Return the recipe with this name; None if no baseline has it."""
-    return _TABLE.get(name)
+BASELINES = {recipe.name: recipe for recipe in _ALL}
 
 
 def installed() -> bool:

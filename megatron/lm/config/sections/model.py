@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 from megatron.lm.config.sections.schema import COUNT, NON_NEGATIVE, POSITIVE, PROBABILITY, SIZE, Range, setting
 
-ATTENTION_BACKENDS = ("auto", "cudnn", "flash", "math")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -58,7 +56,9 @@ class ModelConfig:
     hidden_dropout: float = setting("dropout on the residual stream", 0.0, legal=PROBABILITY)
     attention_dropout: float = setting("dropout on the attention weights", 0.0, legal=PROBABILITY)
     attention_backend: str = setting(
-        "kernel of the attention core; on a GPU auto tries cuDNN, then flash; both come with PyTorch", "auto", choices=ATTENTION_BACKENDS
+        "kernel of the attention core; on a GPU auto tries cuDNN, then flash; both come with PyTorch",
+        "auto",
+        choices=("auto", "cudnn", "flash", "math"),
     )
 
     # Mixture of experts, with Megatron-LM's names.

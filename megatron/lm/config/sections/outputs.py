@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from megatron.lm.config.sections.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, Range, setting
 
 LATEST_CHECKPOINT_FILE = "latest_checkpointed_iteration.txt"
-NON_PERSISTENT = "non_persistent"
-SPIKE_ACTIONS = ("warn", "rollback")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +106,7 @@ class CheckpointConfig:
         """Return the folder of non-persistent checkpoints for those in `root`; None without `--non-persistent-save-interval`."""
         if self.non_persistent_save_interval is None:
             return None
-        return self.non_persistent_global_ckpt_dir or os.path.join(root, NON_PERSISTENT)
+        return self.non_persistent_global_ckpt_dir or os.path.join(root, "non_persistent")
 
     @property
     def resumes_itself(self) -> bool:
@@ -130,5 +128,5 @@ class FaultConfig:
         "steps over which --loss-spike-threshold takes the mean; no spike is detected before that many steps", 100, legal=Range(1, 10**6)
     )
     loss_spike_action: str = setting(
-        "at a spike: warn, or go back to the newest checkpoint in --save and skip the data read since", "warn", choices=SPIKE_ACTIONS
+        "at a spike: warn, or go back to the newest checkpoint in --save and skip the data read since", "warn", choices=("warn", "rollback")
     )

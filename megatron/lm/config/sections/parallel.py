@@ -9,12 +9,7 @@ from megatron.lm.config.sections.schema import COUNT, Range, names_in, setting
 if TYPE_CHECKING:
     from msamp.comm.exchange import Exchange
 
-TP_WIRES = ("bf16", "fp8")
-MOE_WIRES = ("fp8", "bf16", "fp8-sums")
-TP_TRANSPORTS = ("auto", "nccl", "copies")
-TP_SAVED_INPUTS = ("shard", "gathered")
 CP_COMM_TYPES = ("p2p", "a2a")
-CP_WIRES = ("bf16", "fp8")
 # Axis of the grid of processes -> the setting with its size. The data axes follow from the number of processes (`ProcessAxes`).
 AXES = {
     "tensor": "tensor_model_parallel_size",
@@ -95,7 +90,7 @@ class ParallelConfig:
         "--attention-precision fp8 all of them travel in FP8, and so does a2a's output, as its kernels read and write them; derived: bf16, "
         "or fp8 with --attention-precision fp8",
         None,
-        choices=CP_WIRES,
+        choices=("bf16", "fp8"),
     )
     expert_model_parallel_size: int = setting("processes that share the experts of a layer (EP)", 1, legal=COUNT)
     expert_tensor_parallel_size: int | None = setting(
@@ -105,7 +100,7 @@ class ParallelConfig:
         "format in which processes that share FP8 experts send each other tokens and gradients: FP8, or BF16 with the same results and "
         "twice the bytes; fp8-sums: the sums that return in FP8 too, rounded once more; derived: fp8. Experts in BF16 send BF16",
         None,
-        choices=MOE_WIRES,
+        choices=("fp8", "bf16", "fp8-sums"),
     )
     num_layers_per_virtual_pipeline_stage: int | None = setting("layers of one virtual stage (interleaved PP)", None, legal=COUNT)
     sequence_parallel: bool = setting("split norms and dropout along the sequence between the TP processes", False)
@@ -113,19 +108,19 @@ class ParallelConfig:
         "format of the reduction of a row-parallel layer's output at O3 with tensor parallelism: BF16, or FP8 that each process sums in "
         "FP32",
         "bf16",
-        choices=TP_WIRES,
+        choices=("bf16", "fp8"),
     )
     tp_saved_input: str = setting(
         "what a column-parallel layer keeps of its gathered FP8 input for backward with --sequence-parallel: its own shard, which is "
         "gathered again in backward, or all of it",
         "shard",
-        choices=TP_SAVED_INPUTS,
+        choices=("shard", "gathered"),
     )
     tp_transport: str = setting(
         "transport of activations between tensor-parallel processes at O1 to O3: NCCL, copies between the GPUs of one host, or auto, the "
         "faster of the two, tested and measured at the start; with --deterministic, auto means copies where they are possible",
         "auto",
-        choices=TP_TRANSPORTS,
+        choices=("auto", "nccl", "copies"),
     )
     use_distributed_optimizer: bool = setting(
         "shard the optimizer's states over the data-parallel processes: ZeRO, which O3 always has", False

@@ -15,7 +15,7 @@ from megatron.lm.config.sections.schema import COUNT, COUNT_OR_ZERO, DECIBEL, NO
 if TYPE_CHECKING:
     from megatron.lm.config.sections.model import ModelConfig
     from msamp.nn.saved_activations import Saved
-    from msamp.numerics.recipe import Cast, Gemms, Product, Recipe
+    from msamp.numerics.recipe import Cast, Gemms, Recipe
     from msamp.numerics.scaling import Scaling
 
 OPT_LEVELS = ("O0", "O1", "O2", "O3")
@@ -23,11 +23,8 @@ STATE_FORMATS = ("fp32", "bf16", "fp16", "fp8-e4m3", "fp8-e5m2")
 FP8_FORMATS = ("fp8-e4m3", "fp8-e5m2")
 COAT_FORMATS = ("coat-e4m3", "coat-e5m2")
 GRAD_ACCUM_DTYPES = ("fp8", "fp8-sr", "bf16", "fp32")
-GRAD_ACCUM_PLACES = ("rank", "owner")
 ACTIVATIONS_SAVED = ("compute", "coat", "coat-exact")
-FAST_ACCUMULATIONS = ("none", "output", "all")
 MEASURED = "auto"  # a precision of attention that the start of a run decides
-ATTENTION_PRECISIONS = ("bf16", "fp8", MEASURED)
 UPDATES = {"adam": "fp32", "sgd": "sgd-momentum", "muon": "muon"}  # --optimizer -> the update of msamp.optim
 OPTIMIZER_STATES = {"coat": "coat-e4m3"}  # name -> format of both moments
 RULE_SETTINGS = {"fp8_amax_history_len": "window", "fp8_amax_compute_algo": "algorithm", "fp8_margin": "margin"}  # flag -> the rule's
@@ -36,10 +33,10 @@ LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 def recipe_names() -> tuple[str, ...]:
     """Return the values of `--precision`: built-in and registered recipes."""
-    from megatron.lm.config.sections import baselines
+    from megatron.lm.config.sections.baselines import BASELINES
     from msamp.numerics import recipe
 
-    return (*recipe.names(), *baselines.names())
+    return (*recipe.names(), *BASELINES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +110,7 @@ class PrecisionConfig(RecipeConfig):
         "the output, or all, including the gradients; default: the recipe's, the output in all built-in ones; the FP8 output layer always "
         "accumulates in full, as does the emulation on a CPU",
         None,
-        choices=FAST_ACCUMULATIONS,
+        choices=("none", "output", "all"),
     )
     fp8_min_gain: float = setting(
         "smallest measured gain of a linear layer, BF16 time / FP8 time on this GPU, and of attention with --attention-precision auto; "
@@ -169,7 +166,7 @@ class PrecisionConfig(RecipeConfig):
         "Hopper (heads of 128 channels) and later (extra `cudnn`), or their definition in plain torch on a CPU; auto: FP8 where the start "
         "measures a gain of at least --fp8-min-gain at the run's shape; generation uses the compute dtype",
         "bf16",
-        choices=ATTENTION_PRECISIONS,
+        choices=("bf16", "fp8", MEASURED),
     )
     optimizer: str = setting(
         "update of the weights: adam (AdamW), sgd (with momentum), or muon for the weights of FP8 linear layers and AdamW for the others",
@@ -229,7 +226,7 @@ class PrecisionConfig(RecipeConfig):
         "FP32, to which every micro-batch sends its gradients: 4 bytes per parameter over all ranks together, and as many times the "
         "communication as there are micro-batches",
         "rank",
-        choices=GRAD_ACCUM_PLACES,
+        choices=("rank", "owner"),
     )
 
     @property
@@ -325,10 +322,10 @@ def recipe_by_name(name: str) -> Recipe:
     Raises:
         ValueError: an unknown name.
     """
-    from megatron.lm.config.sections import baselines
+    from megatron.lm.config.sections.baselines import BASELINES
     from msamp.numerics import recipe
 
-    return baselines.find(name) or recipe.by_name(name)
+    return BASELINES.get(name) or recipe.by_name(name)
 
 
 def build_recipe(precision: PrecisionConfig) -> Recipe:
@@ -392,10 +389,8 @@ def _with_rules(gemm: Gemms, change: Callable[[Scaling], Scaling]) -> Gemms:
     def cast(x: Cast) -> Cast:
         return replace(x, scaling=change(x.scaling))
 
-    def product(x: Product) -> Product:
-        return replace(x, left=cast(x.left), right=cast(x.right))
-
-    return Gemms(product(gemm.output), product(gemm.grad_input), product(gemm.grad_weight))
+    products = (gemm.output, gemm.grad_input, gemm.grad_weight)
+    return Gemms(*(replace(product, left=cast(product.left), right=cast(product.right)) for product in products))
 
 
 def rule_setting(precision: PrecisionConfig, name: str) -> int | str | None:

@@ -4,9 +4,6 @@ from dataclasses import dataclass
 
 from megatron.lm.config.sections.schema import COUNT, COUNT_OR_ZERO, DECAY_RATE, NON_NEGATIVE, POSITIVE, PROBABILITY, Range, setting
 
-RECOMPUTE_MODULES = ("core_attn", "mlp")
-DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
-WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 TOKENIZERS = (
     *("GPT2BPETokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"),
     *("Llama3Tokenizer", "TikTokenizer", "NullTokenizer"),
@@ -46,9 +43,11 @@ class OptimizerConfig:
     lr_decay_style: str = setting(
         "shape of the decay; WSD keeps the learning rate after the warm-up and decays it in the last iterations or samples",
         "linear",
-        choices=DECAY_STYLES,
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
-    lr_wsd_decay_style: str = setting("shape of the last part of --lr-decay-style WSD", "exponential", choices=WSD_STYLES)
+    lr_wsd_decay_style: str = setting(
+        "shape of the last part of --lr-decay-style WSD", "exponential", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
     lr_wsd_decay_iters: int | None = setting("last iterations of the decay, in which WSD decays", None, legal=COUNT)
     lr_wsd_decay_samples: int | None = setting("last samples of the decay, in which WSD decays", None, legal=COUNT)
     decoupled_lr: float | None = setting("peak learning rate of the word embedding and the LM head; derived: --lr", None, legal=POSITIVE)
@@ -125,7 +124,7 @@ class TrainingConfig:
         "modules that --recompute-granularity selective recomputes: the attention core, or the MLP; fused FP8 layers and FP8 "
         "experts recompute only the MLP's first linear layer, since the rest uses no memory; derived: core_attn",
         (),
-        choices=RECOMPUTE_MODULES,
+        choices=("core_attn", "mlp"),
     )
     recompute_method: str | None = setting("recompute every layer, or the first few of a stage", None, choices=("uniform", "block"))
     recompute_num_layers: int | None = setting(

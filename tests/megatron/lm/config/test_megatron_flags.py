@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from helpers import refusals, tiny
-from megatron.lm.config.cli import known_flags, parse, parse_args, to_argv
+from megatron.lm.config.cli import _options, _parser, parse, parse_args, to_argv
 from megatron.lm.config.megatron_flags.apply import apply, given_by
 from megatron.lm.config.megatron_flags.table import ACCEPTED, DROPPED, REFUSED, TRANSLATED, FlagRow, find, rows, rows_of, spelled
 from megatron.lm.config.rules.check import check
@@ -21,11 +21,12 @@ HELPERS = Path(__file__).parents[3] / "helpers"
 NAMES = (HELPERS / "megatron_flag_names.txt").read_text().split()
 LINES = tomllib.loads((HELPERS / "megatron_lines.toml").read_text(encoding="utf-8"))
 BY_LINE = {line: treatment for treatment, lines in LINES["treatment"].items() for line in lines.splitlines()}
+KNOWN = _options(_parser({}))
 AWARE = "--fp8-format hybrid --use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16 --main-params-dtype fp16"
 
 
 def applied(line: str, preset=None):
-    return apply(shlex.split(line), known_flags(), preset or {})
+    return apply(shlex.split(line), KNOWN, preset or {})
 
 
 def treatment(line: str) -> str:
@@ -67,12 +68,11 @@ def test_every_flag_of_megatron_lm_has_a_row_and_every_row_a_reason():
 
 
 def test_the_table_names_flags_of_the_trainer():
-    known = known_flags()
     accepted = [row.flag for row in rows() if row.treatment == ACCEPTED]
     becomes = [word for row in rows() for word in row.becomes if word.startswith("--")]
-    assert [flag for flag in (*accepted, *becomes) if flag not in known] == []
+    assert [flag for flag in (*accepted, *becomes) if flag not in KNOWN] == []
     always = [row for row in rows() if row.value is None and not row.conditional and row.treatment in (DROPPED, REFUSED)]
-    assert [row.line for row in always if row.flag in known] == []
+    assert [row.line for row in always if row.flag in KNOWN] == []
 
 
 @pytest.mark.parametrize(

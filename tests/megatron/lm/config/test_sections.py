@@ -167,8 +167,8 @@ def test_a_run_resumes_itself_if_it_loads_what_it_saves(settings, resumes):
 
 def test_recipes_of_transformer_engine_are_o0_but_for_the_layers():
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    assert baselines.names() == ("te-bf16", "te-delayed", "te-current", "te-block")
-    for name in baselines.names():
+    assert tuple(baselines.BASELINES) == ("te-bf16", "te-delayed", "te-current", "te-block")
+    for name in baselines.BASELINES:
         found = PrecisionConfig(precision=name).recipe
         assert isinstance(found, baselines.PeerRecipe)
         assert dict(found.core).keys() <= known
@@ -176,8 +176,8 @@ def test_recipes_of_transformer_engine_are_o0_but_for_the_layers():
         kept = ("compute", "gemm", "weight", "states", "vectors", "fp8_wire", "shards_optimizer", "accumulator", "activations")
         assert all(getattr(found, fact) == getattr(BF16, fact) for fact in kept)
         assert hash(found)  # it is the key of caches
-    assert set(baselines.names()) <= set(recipe_names())
-    assert not set(baselines.names()) & set(recipe.names())
+    assert set(baselines.BASELINES) <= set(recipe_names())
+    assert not set(baselines.BASELINES) & set(recipe.names())
 
 
 @pytest.mark.parametrize(

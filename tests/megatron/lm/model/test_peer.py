@@ -73,7 +73,7 @@ def recipe_of(settings: Config) -> PeerRecipe:
 
 
 @pytest.mark.promise("Baselines", "A `te-*` recipe sets its own megatron-core options and fusions, and nothing else.")
-@pytest.mark.parametrize("name", baselines.names())
+@pytest.mark.parametrize("name", baselines.BASELINES)
 def test_megatron_core_is_told_what_the_recipe_says(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peer, "fusions", lambda model: {})
     settings = tiny.config("corpus", precision=name)
@@ -127,7 +127,7 @@ def test_without_the_package_or_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", baselines.names())
+@pytest.mark.parametrize("name", baselines.BASELINES)
 def test_transformer_engine_itself_trains(name: str, prefix: Path):
     pytest.importorskip("transformer_engine.pytorch", reason="pip install -e '.[peers]'")
     wide = {"hidden_size": 256, "num_attention_heads": 4, "seq_length": 128, "micro_batch_size": 4}

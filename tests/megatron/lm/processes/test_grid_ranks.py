@@ -94,7 +94,7 @@ def eight() -> Iterator[Callable[[int], None]]:
 @pytest.mark.parametrize("sizes", EIGHT, ids=lambda sizes: " ".join(f"{name.split('_size')[0]} {size}" for name, size in sizes.items()))
 def test_groups_of_eight_ranks_are_those_of_megatron_core(sizes: dict[str, int], eight: Callable[[int], None]):
     config = tiny.config("corpus", num_layers=4, **sizes)
-    axes = config.axes(8)
+    axes = config.parallel.axes(8)
     assert axes.tensor * axes.context * axes.data * axes.pipeline == 8
     assert axes.expert_tensor * axes.expert * axes.expert_data == axes.tensor * axes.copies
     dense = RankGenerator(tp=axes.tensor, ep=1, dp=axes.data, pp=axes.pipeline, cp=axes.context, order="tp-cp-ep-dp-pp")
