@@ -4,7 +4,9 @@ Sources: config and modeling files of transformers 4 and 5 for gpt2, gpt_neox, l
 side megatron-core's GPTModel.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from megatron.lm.config import ModelConfig
 from megatron.lm.tools.convert.layouts import (
@@ -17,6 +19,7 @@ from megatron.lm.tools.convert.layouts import (
     STACKED_QKV,
     TRANSPOSED,
     Architecture,
+    Read,
 )
 
 # One function under three names: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). "gelu" is another one (erf).
@@ -28,38 +31,26 @@ GPT2 = Architecture(
     model_type="gpt2",
     class_name="GPT2LMHeadModel",
     wants=_WITH_BIASES | {"position_embedding_type": "learned_absolute"},
-    keys={
-        "n_layer": "num_layers",
-        "n_embd": "hidden_size",
-        "n_head": "num_attention_heads",
-        "n_inner": "ffn_size",
-        "n_positions": "max_positions",
-        "layer_norm_epsilon": "norm_epsilon",
-        "initializer_range": "init_method_std",
-        "embd_pdrop": "hidden_dropout",
-        "resid_pdrop": "hidden_dropout",
-        "attn_pdrop": "attention_dropout",
+    read={
+        "n_layer": ("num_layers", 12),
+        "n_embd": ("hidden_size", 768),
+        "n_head": ("num_attention_heads", 12),
+        "n_inner": ("ffn_size", None),
+        "n_positions": ("max_positions", 1024),
+        "layer_norm_epsilon": ("norm_epsilon", 1e-5),
+        "initializer_range": ("init_method_std", 0.02),
+        "embd_pdrop": ("hidden_dropout", 0.1),
+        "resid_pdrop": ("hidden_dropout", 0.1),
+        "attn_pdrop": ("attention_dropout", 0.1),
+        "activation_function": (None, "gelu_new"),
+        "tie_word_embeddings": (None, True),
+        "vocab_size": (None, 50257),
     },
     fixed={
         "activation_function": TANH_GELU,
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
-    },
-    defaults={
-        "n_layer": 12,
-        "n_embd": 768,
-        "n_head": 12,
-        "n_inner": None,
-        "n_positions": 1024,
-        "layer_norm_epsilon": 1e-5,
-        "initializer_range": 0.02,
-        "embd_pdrop": 0.1,
-        "resid_pdrop": 0.1,
-        "attn_pdrop": 0.1,
-        "activation_function": "gelu_new",
-        "tie_word_embeddings": True,
-        "vocab_size": 50257,
     },
     layers="transformer.h.{}.",
     modules={
@@ -84,37 +75,24 @@ GPT_NEOX = Architecture(
     model_type="gpt_neox",
     class_name="GPTNeoXForCausalLM",
     wants=_WITH_BIASES | {"position_embedding_type": "rope"},
-    keys={
-        "num_hidden_layers": "num_layers",
-        "hidden_size": "hidden_size",
-        "num_attention_heads": "num_attention_heads",
-        "intermediate_size": "ffn_size",
-        "max_position_embeddings": "max_positions",
-        "layer_norm_eps": "norm_epsilon",
-        "initializer_range": "init_method_std",
-        "rotary_emb_base": "rotary_base",
-        "rotary_pct": "rotary_percent",
-        "hidden_dropout": "hidden_dropout",
-        "attention_dropout": "attention_dropout",
+    read={
+        "num_hidden_layers": ("num_layers", 44),
+        "hidden_size": ("hidden_size", 6144),
+        "num_attention_heads": ("num_attention_heads", 64),
+        "intermediate_size": ("ffn_size", 24576),
+        "max_position_embeddings": ("max_positions", 2048),
+        "layer_norm_eps": ("norm_epsilon", 1e-5),
+        "initializer_range": ("init_method_std", 0.02),
+        "rotary_emb_base": ("rotary_base", 10000.0),
+        "rotary_pct": ("rotary_percent", 0.25),
+        "hidden_dropout": ("hidden_dropout", 0.0),
+        "attention_dropout": ("attention_dropout", 0.0),
+        "hidden_act": (None, "gelu"),
+        "use_parallel_residual": (None, True),
+        "tie_word_embeddings": (None, False),
+        "vocab_size": (None, 50432),
     },
     fixed={"hidden_act": TANH_GELU, "use_parallel_residual": (False,), "attention_bias": (True,)},
-    defaults={
-        "num_hidden_layers": 44,
-        "hidden_size": 6144,
-        "num_attention_heads": 64,
-        "intermediate_size": 24576,
-        "max_position_embeddings": 2048,
-        "layer_norm_eps": 1e-5,
-        "initializer_range": 0.02,
-        "rotary_emb_base": 10000.0,
-        "rotary_pct": 0.25,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "hidden_act": "gelu",
-        "use_parallel_residual": True,
-        "tie_word_embeddings": False,
-        "vocab_size": 50432,
-    },
     layers="gpt_neox.layers.{}.",
     modules={
         "input_layernorm": (("input_layernorm",), SAME),
@@ -133,6 +111,12 @@ GPT_NEOX = Architecture(
     ignored=r"\.attention\.(masked_)?bias|\.rotary_emb\.inv_freq",
 )
 
+
+def _adapted(read: Mapping[str, Read], **defaults: Any) -> dict[str, Read]:
+    """Return the keys that another architecture reads, with other defaults."""
+    return {key: (ours, defaults.get(key, default)) for key, (ours, default) in read.items()}
+
+
 _ROTATED_SWIGLU = {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "rotary_percent": 1.0}
 _ROTATED_SWIGLU |= {"add_qkv_bias": False}
 
@@ -140,37 +124,24 @@ LLAMA = Architecture(
     model_type="llama",
     class_name="LlamaForCausalLM",
     wants=_ROTATED_SWIGLU | {"qk_layernorm": False},
-    keys={
-        "num_hidden_layers": "num_layers",
-        "hidden_size": "hidden_size",
-        "num_attention_heads": "num_attention_heads",
-        "num_key_value_heads": "query_groups",
-        "head_dim": "head_size",
-        "intermediate_size": "ffn_size",
-        "max_position_embeddings": "max_positions",
-        "rms_norm_eps": "norm_epsilon",
-        "initializer_range": "init_method_std",
-        "rope_theta": "rotary_base",
-        "attention_dropout": "attention_dropout",
+    read={
+        "num_hidden_layers": ("num_layers", 32),
+        "hidden_size": ("hidden_size", 4096),
+        "num_attention_heads": ("num_attention_heads", 32),
+        "num_key_value_heads": ("query_groups", None),
+        "head_dim": ("head_size", None),
+        "intermediate_size": ("ffn_size", 11008),
+        "max_position_embeddings": ("max_positions", 2048),
+        "rms_norm_eps": ("norm_epsilon", 1e-6),
+        "initializer_range": ("init_method_std", 0.02),
+        "rope_theta": ("rotary_base", 10000.0),
+        "attention_dropout": ("attention_dropout", 0.0),
+        "attention_bias": (None, False),
+        "mlp_bias": (None, False),
+        "tie_word_embeddings": (None, False),
+        "vocab_size": (None, 32000),
     },
     fixed={"hidden_act": ("silu", "swish"), "partial_rotary_factor": (1.0,)},
-    defaults={
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "intermediate_size": 11008,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "initializer_range": 0.02,
-        "rope_theta": 10000.0,
-        "attention_dropout": 0.0,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "vocab_size": 32000,
-    },
     layers="model.layers.{}.",
     modules={
         "input_layernorm": (("input_layernorm",), SAME),
@@ -192,7 +163,7 @@ LLAMA = Architecture(
     scales_rope=True,
 )
 
-_DEFAULTS = {key: value for key, value in LLAMA.defaults.items() if key not in LLAMA.biases}
+_READ = {key: read for key, read in LLAMA.read.items() if key not in LLAMA.biases}
 _QK_NORMS = {"self_attention.q_layernorm": (("self_attn.q_norm",), SAME), "self_attention.k_layernorm": (("self_attn.k_norm",), SAME)}
 
 # Llama with biases only in its queries, keys and values.
@@ -202,7 +173,7 @@ QWEN2 = replace(
     class_name="Qwen2ForCausalLM",
     wants=_ROTATED_SWIGLU | {"qk_layernorm": False, "disable_bias_linear": True, "add_qkv_bias": True},
     fixed=dict(LLAMA.fixed) | {"use_sliding_window": (False,)},
-    defaults=_DEFAULTS | {"num_key_value_heads": 32, "intermediate_size": 22016, "max_position_embeddings": 32768, "vocab_size": 151936},
+    read=_adapted(_READ, num_key_value_heads=32, intermediate_size=22016, max_position_embeddings=32768, vocab_size=151936),
     biases=(),
 )
 
@@ -213,7 +184,7 @@ QWEN3 = replace(
     class_name="Qwen3ForCausalLM",
     wants=_ROTATED_SWIGLU | {"qk_layernorm": True, "qk_layernorm_scope": "head", "disable_bias_linear": True},
     fixed=dict(LLAMA.fixed) | {"attention_bias": (False,), "use_sliding_window": (False,)},
-    defaults=dict(QWEN2.defaults) | {"head_dim": 128, "attention_bias": False},
+    read=_adapted(QWEN2.read, head_dim=128) | {"attention_bias": (None, False)},
     modules=dict(LLAMA.modules) | _QK_NORMS,
     biases=(),
 )
@@ -229,8 +200,8 @@ _GATE_UP_DOWN = {
     "fc1_weight": (("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"), HALVES),
     "fc2_weight": (("mlp.experts.{}.down_proj",), SAME),
 }
+_EXPERTS_READ = {"num_experts_per_tok": ("moe_router_topk", 8), "norm_topk_prob": (None, False)}
 _ATTENTION = {name: module for name, module in LLAMA.modules.items() if not name.startswith("mlp.")}
-_KEYS = {key: name for key, name in LLAMA.keys.items() if key not in ("head_dim", "intermediate_size")}
 
 # Llama with experts, whose probabilities sum to 1. In transformers 5 the names follow its files, not its modules.
 MIXTRAL = replace(
@@ -238,24 +209,9 @@ MIXTRAL = replace(
     model_type="mixtral",
     class_name="MixtralForCausalLM",
     wants=_ROTATED_SWIGLU | _SOFTMAX_ROUTER | {"qk_layernorm": False, "disable_bias_linear": True},
-    keys=_KEYS
-    | {
-        "head_dim": "head_size",
-        "intermediate_size": "expert_size",
-        "num_local_experts": "num_experts",
-        "num_experts_per_tok": "moe_router_topk",
-    },
     fixed=dict(LLAMA.fixed) | {"sliding_window": (None,), "attention_bias": (False,), "router_jitter_noise": (0.0,)},
-    defaults=_DEFAULTS
-    | {
-        "num_key_value_heads": 8,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1000000.0,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
+    read=_adapted(_READ, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=1000000.0)
+    | {"intermediate_size": ("expert_size", 14336), "num_local_experts": ("num_experts", 8), "num_experts_per_tok": ("moe_router_topk", 2)},
     modules=_ATTENTION,
     biases=(),
     router="block_sparse_moe.gate",
@@ -271,25 +227,18 @@ QWEN3_MOE = replace(
     model_type="qwen3_moe",
     class_name="Qwen3MoeForCausalLM",
     wants=dict(QWEN3.wants) | _SOFTMAX_ROUTER,
-    keys=dict(LLAMA.keys)
-    | {"moe_intermediate_size": "expert_size", "num_experts": "num_experts", "num_experts_per_tok": "moe_router_topk"},
-    defaults=dict(QWEN2.defaults)
-    | {
-        "num_hidden_layers": 24,
-        "hidden_size": 2048,
-        "num_key_value_heads": 4,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": False,
-        "decoder_sparse_step": 1,
-    },
+    read=_adapted(QWEN2.read, num_hidden_layers=24, hidden_size=2048, num_key_value_heads=4, intermediate_size=6144)
+    | _EXPERTS_READ
+    | {"moe_intermediate_size": ("expert_size", 768), "num_experts": ("num_experts", 128), "decoder_sparse_step": (None, 1)},
     router="mlp.gate",
     experts=_GATE_UP_DOWN,
     top_k_normalized="norm_topk_prob",
     dense_layers="mlp_only_layers",
     period="decoder_sparse_step",
+)
+
+_OLMOE = _adapted(
+    _READ, rms_norm_eps=1e-5, num_hidden_layers=16, hidden_size=2048, num_attention_heads=16, max_position_embeddings=4096, vocab_size=50304
 )
 
 # Experts, and a norm of the queries and keys of all heads together; a token's probabilities need not sum to 1.
@@ -298,21 +247,10 @@ OLMOE = replace(
     model_type="olmoe",
     class_name="OlmoeForCausalLM",
     wants=_ROTATED_SWIGLU | _SOFTMAX_ROUTER | {"qk_layernorm": True, "qk_layernorm_scope": "projection", "disable_bias_linear": True},
-    keys=_KEYS | {"intermediate_size": "expert_size", "num_experts": "num_experts", "num_experts_per_tok": "moe_router_topk"},
     fixed=dict(LLAMA.fixed) | {"clip_qkv": (None,), "attention_bias": (False,)},
-    defaults={key: value for key, value in _DEFAULTS.items() if key != "head_dim"}
-    | {
-        "num_hidden_layers": 16,
-        "hidden_size": 2048,
-        "num_attention_heads": 16,
-        "intermediate_size": 2048,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": False,
-        "vocab_size": 50304,
-    },
+    read={key: read for key, read in _OLMOE.items() if key != "head_dim"}
+    | _EXPERTS_READ
+    | {"intermediate_size": ("expert_size", 2048), "num_experts": ("num_experts", 64)},
     modules=_ATTENTION | _QK_NORMS,
     any_width=False,
     biases=(),

@@ -198,8 +198,9 @@ def _settings(kind: Architecture, hf_config: Mapping[str, Any]) -> dict[str, Any
     counts = [given[key] for key in _COUNTS_OF_EXPERTS if key in given]
     if kind.experts and len(counts) == 2 and counts[0] != counts[1]:
         raise ValueError(f"config.json has {' = {}, '.join(_COUNTS_OF_EXPERTS)} = {{}}: keep the right one".format(*counts))
-    settings = dict(kind.defaults) | {spelling.get(key) or key: value for key, value in given.items()}
-    for key in kind.types:
+    settings = {key: default for key, (_, default) in kind.read.items()}
+    settings |= {spelling.get(key) or key: value for key, value in given.items()}
+    for key in kind.read:
         kind.judge(key, settings[key])
     for key, accepted in kind.fixed.items():
         if settings.get(key, accepted[0]) not in accepted:
@@ -281,12 +282,15 @@ def _joined(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _our_tensors(kind: Architecture, model: ModelConfig, rows: int, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    find, left = _finder(kind, theirs), set(theirs)
-    weights = {}
+    left, weights = set(theirs), {}
     for rule in kind.rules(model, rows):
         parts = []
         for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True):
-            stored = find(name)
+            # Some folders omit the `model.` prefix, and older ones name the head differently.
+            candidates = (name, name.partition(".")[2], "lm_head.weight" if name == kind.tops[HEAD] else name)
+            stored = next((candidate for candidate in candidates if candidate in theirs), None)
+            if stored is None:
+                raise ValueError(f"the folder does not contain {name}, which config.json requires: it is incomplete, or of another model")
             part = theirs[stored]
             left.discard(stored)
             if tuple(part.shape) != shape or part.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -303,20 +307,6 @@ def _our_tensors(kind: Architecture, model: ModelConfig, rows: int, theirs: Mapp
     if left:
         raise ValueError(f"the folder contains tensors that a {kind.model_type} of this config.json does not have: {_some(left)}")
     return weights
-
-
-def _finder(kind: Architecture, theirs: Mapping[str, Tensor]) -> Callable[[str], str]:
-    """Return a function that maps a full name to the folder's. Some folders omit the `model.` prefix, and older ones name the head
-    differently."""
-
-    def find(name: str) -> str:
-        candidates = (name, name.partition(".")[2], "lm_head.weight" if name == kind.tops[HEAD] else name)
-        for candidate in candidates:
-            if candidate in theirs:
-                return candidate
-        raise ValueError(f"the folder does not contain {name}, which config.json requires: it is incomplete, or of another model")
-
-    return find
 
 
 def _padded(x: Tensor, vocab_size: int, rows: int) -> Tensor:

@@ -17,6 +17,7 @@ from megatron.lm.config import ModelConfig, flag
 EMBEDDING, POSITIONS, HEAD = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight", "output_layer.weight"
 LARGEST_TENSOR = 2**45  # elements
 LARGEST = 2**31  # no setting reaches it: a larger size means a damaged file
+Read = tuple[str | None, Any]
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,9 @@ class Architecture:
     Attributes:
         class_name: for "architectures" in config.json.
         wants: settings that our model must have.
-        keys: key of config.json -> field or property of ModelConfig with the same value.
+        read: key of config.json -> field or property of ModelConfig with the same value, or None, and transformers' default if the key is
+            missing; a default of None is derived from other keys.
         fixed: key of config.json -> values with which it computes the same as our model; the first one is written.
-        defaults: transformers' default for a key that is missing in config.json.
         layers: prefix of a layer's tensors, with a placeholder for the layer's number.
         modules: our module in a layer -> their modules and the layout.
         tops: our tensor outside the layers -> their name.
@@ -110,9 +111,8 @@ class Architecture:
     model_type: str
     class_name: str
     wants: Mapping[str, Any]
-    keys: Mapping[str, str]
+    read: Mapping[str, Read]
     fixed: Mapping[str, tuple[Any, ...]]
-    defaults: Mapping[str, Any]
     layers: str
     modules: Mapping[str, tuple[tuple[str, ...], Layout]]
     tops: Mapping[str, str]
@@ -128,16 +128,16 @@ class Architecture:
     period: str | None = None
 
     @property
-    def types(self) -> dict[str, type]:
-        """Key of config.json that is read -> the type of its value; null means derived from other keys."""
-        derived = {key: int for key, value in self.defaults.items() if value is None}
-        return {key: type(value) for key, value in self.defaults.items() if value is not None} | derived
+    def keys(self) -> dict[str, str]:
+        """Key of config.json -> field or property of ModelConfig with the same value."""
+        return {key: ours for key, (ours, _) in self.read.items() if ours is not None}
 
     def judge(self, key: str, value: Any) -> None:
         """Raise a ValueError if a value of config.json does not have the type of `key`."""
-        expected = self.types[key]
-        if value is None and self.defaults[key] is None:
+        _, default = self.read[key]
+        if value is None and default is None:
             return
+        expected = int if default is None else type(default)
         whole = type(value) is expected or (expected is float and type(value) is int)
         if not whole or (expected in (int, float) and not abs(value) < LARGEST):
             names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
