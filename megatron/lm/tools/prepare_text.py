@@ -133,23 +133,6 @@ def train_bpe(folder: Path, documents: list[str], vocab_size: int) -> DataConfig
 
 _PAGE = re.compile(r"<page>.*?<title>(.*?)</title>.*?<text xml:space=\"preserve\">(.*?)</text>", re.S)
 _OTHER_SPACES = re.compile(r"(?:Wikipedia|Template|Image|Category|MediaWiki|Portal|Help|User|Talk|List of people by name):")
-# Markup that is removed with its content, in this order; the last three nest, and are removed from the inside out.
-_DROPPED = [
-    re.compile(r"<!--.*?-->", re.S),
-    re.compile(r"<(ref|math|gallery|timeline|score|pre|table|hiero)\b[^<>]*?(?:/>|>.*?</\1\s*>)", re.S | re.I),
-    re.compile(r"<br\s*/?>", re.I),
-]
-_TEMPLATE = re.compile(r"\{\{[^{}]*\}\}")
-_TABLE = re.compile(r"^[ :]*\{\|(?:(?!\{\||\|\}).)*\|\}", re.S | re.M)
-_LINK = re.compile(r"\[\[([^\[\]|]*)(?:\|([^\[\]]*))?\]\]")
-_NOT_TEXT = re.compile(r"\s*(?:image|file|category|media|[a-z]{2,3}(?:-[a-z-]+)?|simple|tokipona)\s*:\S", re.I)
-_OUTER_LINK = re.compile(r"\[(?:https?|ftp|news|mailto)[:/][^\s\]]*\s*([^\]]*)\]")
-_TAG = re.compile(r"</?[a-zA-Z][^<>]{0,200}>")
-_QUOTES = re.compile(r"'{2,}")
-_HEADING = re.compile(r"^(=+)[ \t]*(.*?)[ \t]*=+[ \t]*$", re.M)
-_TABLE_LINE = re.compile(r"^[ \t]*(?:\{\||\|\}|\||!|\}\}).*$", re.M)
-_BULLET = re.compile(r"^[*#:;]+[ \t]*", re.M)
-_RULE = re.compile(r"^-{4,}|__[A-Z]+__", re.M)
 _SHORTEST_ARTICLE = 200  # characters: shorter texts are leftovers of markup
 
 
@@ -166,6 +149,35 @@ def articles(dump: str) -> list[str]:
     return result
 
 
+def _link_words(link: re.Match[str]) -> str:
+    target, label = link[1], link[2]
+    if re.match(r"\s*(?:image|file|category|media|[a-z]{2,3}(?:-[a-z-]+)?|simple|tokipona)\s*:\S", target, re.I):
+        return ""
+    return (label if label is not None else target).split("|")[-1].strip() if label != "" else target
+
+
+# Markup, in the order of its replacement, what stays of it, and whether it nests: then it is replaced from the inside out.
+_MARKUP: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str], bool], ...] = (
+    (re.compile(r"<!--.*?-->", re.S), "", False),
+    (re.compile(r"<(ref|math|gallery|timeline|score|pre|table|hiero)\b[^<>]*?(?:/>|>.*?</\1\s*>)", re.S | re.I), "", False),
+    (re.compile(r"<br\s*/?>", re.I), "", False),
+    (re.compile(r"\{\{[^{}]*\}\}"), "", True),  # templates
+    (re.compile(r"^[ :]*\{\|(?:(?!\{\||\|\}).)*\|\}", re.S | re.M), "", True),  # tables
+    (re.compile(r"\[(?:https?|ftp|news|mailto)[:/][^\s\]]*\s*([^\]]*)\]"), r"\1", False),  # outer links: captions of images contain some
+    (re.compile(r"\[\[([^\[\]|]*)(?:\|([^\[\]]*))?\]\]"), _link_words, True),  # inner links
+    (re.compile(r"</?[a-zA-Z][^<>]{0,200}>"), "", False),
+    (re.compile(r"'{2,}"), "", False),  # bold and italics
+    (re.compile(r"^[ \t]*(?:\{\||\|\}|\||!|\}\}).*$", re.M), "", False),  # a line of a table
+    (re.compile(r"^[*#:;]+[ \t]*", re.M), "", False),  # bullets
+    (re.compile(r"^-{4,}|__[A-Z]+__", re.M), "", False),  # rules and switches
+    (re.compile(r"^(=+)[ \t]*(.*?)[ \t]*=+[ \t]*$", re.M), r"\2", False),  # headings
+    (re.compile(r"[ \t\u00a0]+"), " ", False),
+    (re.compile(r"\(\s*[,;]?\s*\)"), "", False),
+    (re.compile(r" *\n *"), "\n", False),
+    (re.compile(r"\n{3,}"), "\n\n", False),
+)
+
+
 def clean_article(source: str) -> str:
     """Convert wiki markup to plain text by regular expressions: drop templates, tables, references, math and images, keep the text of
     links.
@@ -173,34 +185,11 @@ def clean_article(source: str) -> str:
     Badly broken markup may leave a residue.
     """
     text = html.unescape(source)  # entities are escaped twice: once by the export, once by the author
-    for pattern in _DROPPED:
-        text = pattern.sub("", text)
-    text = _repeat(_TEMPLATE, "", text)
-    text = _repeat(_TABLE, "", text)
-    text = _OUTER_LINK.sub(r"\1", text)  # before the inner links: captions of images contain some
-    text = _repeat(_LINK, _link_words, text)
-    text = _TAG.sub("", text)
-    text = _TABLE_LINE.sub("", _QUOTES.sub("", text))
-    text = _RULE.sub("", _BULLET.sub("", text))
-    text = _HEADING.sub(r"\2", text)
-    text = re.sub(r"[ \t\u00a0]+", " ", text)
-    text = re.sub(r"\(\s*[,;]?\s*\)", "", text)
-    text = re.sub(r" *\n *", "\n", text)
-    return re.sub(r"\n{3,}", "\n\n", text).strip()
-
-
-def _repeat(pattern: re.Pattern[str], replacement: str | Callable[[re.Match[str]], str], text: str) -> str:
-    count = 1
-    while count:
-        text, count = pattern.subn(replacement, text)
-    return text
-
-
-def _link_words(link: re.Match[str]) -> str:
-    target, label = link[1], link[2]
-    if _NOT_TEXT.match(target):
-        return ""
-    return (label if label is not None else target).split("|")[-1].strip() if label != "" else target
+    for pattern, words, nests in _MARKUP:
+        text, count = pattern.subn(words, text)
+        while nests and count:
+            text, count = pattern.subn(words, text)
+    return text.strip()
 
 
 def enwik8_articles(package: Path) -> list[str]:
