@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
-from types import MappingProxyType
 
 import numpy as np
 
@@ -39,12 +38,10 @@ class Gpu:
     link_gb_s: float
 
 
-GPUS: Mapping[str, Gpu] = MappingProxyType(
-    {
-        "h200": Gpu("NVIDIA H200", 139.0, (989.0, 1979.0), 4.8, 450.0),
-        "h100": Gpu("NVIDIA H100", 79.0, (989.0, 1979.0), 3.35, 450.0),
-    }
-)
+GPUS: Mapping[str, Gpu] = {
+    "h200": Gpu("NVIDIA H200", 139.0, (989.0, 1979.0), 4.8, 450.0),
+    "h100": Gpu("NVIDIA H100", 79.0, (989.0, 1979.0), 3.35, 450.0),
+}
 
 
 @dataclass(frozen=True)
@@ -147,11 +144,6 @@ class Cluster:
     network: float
     latency: float
 
-    def data_parallel_peers(self, config: Config) -> tuple[int, int]:
-        """Return (ranks that average gradients, those of them on one host). Rank order is tensor, context, data, pipeline."""
-        axes = config.parallel.axes(self.gpus)
-        return axes.copies, max(1, min(axes.copies, self.per_host // axes.tensor))
-
     def crosses_hosts(self, config: Config) -> bool:
         """Return whether neighboring pipeline stages are on different hosts."""
         axes = config.parallel.axes(self.gpus)
@@ -170,7 +162,8 @@ class Cluster:
 
     def exchange_seconds(self, size: float, config: Config) -> float:
         """Return the seconds in which each data-parallel rank sends `size` bytes in all, an equal part to every other one."""
-        ranks, near = self.data_parallel_peers(config)
+        axes = config.parallel.axes(self.gpus)
+        ranks, near = axes.copies, max(1, min(axes.copies, self.per_host // axes.tensor))  # near: on one host
         if ranks == 1:
             return 0.0
         share = size / (ranks - 1)

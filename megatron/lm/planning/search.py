@@ -25,15 +25,10 @@ RULES = (*shape.RULES, *experts.RULES, *training.RULES)
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 
 
-def _recomputing(granularity: str | None, modules: tuple[str, ...] = (), method: str | None = None) -> dict[str, Any]:
-    layers = None if method is None else 1
-    names = ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers")
-    return dict(zip(names, (granularity, modules, method, layers), strict=True))
-
-
-NOTHING = _recomputing(None)
-RECOMPUTED = (NOTHING, _recomputing("selective", ("core_attn", "mlp")), _recomputing("full", method="uniform"))
-OF_EXPERTS = (NOTHING, _recomputing("selective", ("mlp",)))  # other recomputation is eager
+NOTHING: dict[str, Any] = {"recompute_modules": ()} | dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_num_layers"))
+SELECTIVE = NOTHING | {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")}
+FULL = NOTHING | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+OF_EXPERTS = (NOTHING, SELECTIVE | {"recompute_modules": ("mlp",)})  # other recomputation is eager
 WHOLE: dict[str, Any] = {"cp_comm_type": "p2p", "cp_wire": None}  # the flags of context parallelism, which are refused without it
 LONG = 8192  # tokens
 UNEVEN = 1.05  # allowed ratio of the busiest rank of a partition to the mean
@@ -124,7 +119,8 @@ def candidates(config: Config, cluster: Cluster, fixed: Sequence[str] = ()) -> I
     experts = model.num_experts
     shares = tried(AXES["expert"], [n for n in near if experts is not None and experts % n == 0], experts is not None)
     batches = tried("micro_batch_size", MICRO_BATCHES)
-    again = [{}] if any(name.startswith("recompute") for name in fixed) else list(RECOMPUTED if experts is None else OF_EXPERTS)
+    again: tuple[dict[str, Any], ...] = (NOTHING, SELECTIVE, FULL) if experts is None else OF_EXPERTS
+    again = ({},) if any(name.startswith("recompute") for name in fixed) else again
     for tp, cp, ep, pp, micro_batch, recomputed in itertools.product(tensor, parts, shares, stages, batches, again):
         sizes = {AXES["tensor"]: tp, AXES["context"]: cp, AXES["expert"]: ep, AXES["pipeline"]: pp}
         grid = replace(given, **sizes, **(WHOLE if cp == 1 else {}))  # type: ignore[arg-type]
