@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from torch.torch_version import TorchVersion
 
 from msamp.numerics import accumulation
 from msamp.numerics.block_scale import values
@@ -18,7 +19,6 @@ from msamp.numerics.granularity import Block
 ALIGNMENT = 16  # every dimension of an FP8 GEMM must be a multiple of it
 SPAN = 128  # elements of the summed dimension: block size on Hopper, and the emulation's partial sums
 TABLE_ALIGNMENT = 4  # cuBLAS requires rows of a 128 x 128 table to be aligned to 16 bytes
-BLOCKWISE_TORCH, BLOCKWISE_CUDA = (2, 9), (12, 9)  # the first versions with blockwise GEMMs
 
 
 @functools.cache
@@ -62,19 +62,12 @@ def check_blockwise(device: torch.device) -> None:
     """Raise a ValueError if `device` supports blockwise GEMMs but this torch, or its CUDA version, is too old for them."""
     if not blockwise_hardware(device):
         return
-    torch_version, cuda = _version(torch.__version__), _version(torch.version.cuda or "0.0")
-    if torch_version < BLOCKWISE_TORCH or cuda < BLOCKWISE_CUDA:
+    if TorchVersion(torch.__version__) < "2.9" or TorchVersion(torch.version.cuda or "0.0") < "12.9":
         raise ValueError(
             f"torch {torch.__version__} with CUDA {torch.version.cuda} has no blockwise FP8 GEMM on "
             f"{torch.cuda.get_device_name(device)}, which requires torch 2.9 or later with CUDA 12.9 or later; upgrade torch, or choose "
             "a recipe with one scale per tensor (O1 to O3)"
         )
-
-
-def _version(text: str) -> tuple[int, int]:
-    """Return major and minor number of a version such as `2.11.0+cu130`."""
-    major, minor = text.split("+")[0].split(".")[:2]
-    return int(major), int(minor)
 
 
 @functools.cache

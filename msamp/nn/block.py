@@ -134,11 +134,6 @@ class NormWeights(NamedTuple):
         """Return the values before the cast, in FP32."""
         return self.run(total, scale=None, amax_slot=None, dtype=torch.float32).y
 
-    def start_again(self, total: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype, ends: Ends) -> PendingRows:
-        """In backward: cast the stream [M, h] again with the scale of forward, which gives the same codes, and gather all rows."""
-        again = self.run(total, scale=scale_inv.reciprocal(), amax_slot=None, dtype=dtype).y
-        return ends.start_gather(again, "input all-gather again")
-
     def transposed(self, total: torch.Tensor, kept: "KeptByBlock", dtype: torch.dtype) -> torch.Tensor:
         """In backward: return the transpose of `cast`'s payload, with the same codes."""
         if dtype.itemsize > 1:
@@ -338,8 +333,10 @@ def start_input_again(
         return ReadyRows(kept.gathered)
     if not (asked or settings.ends.spread):
         return None
-    norm = NormWeights(settings.norm, kept.norm_weight, kept.norm_bias)
-    return norm.start_again(settings.saved.restore(stream, dtype), kept.input_scale_inv, settings.first.x_dtype, settings.ends)
+    norm, total = NormWeights(settings.norm, kept.norm_weight, kept.norm_bias), settings.saved.restore(stream, dtype)
+    # The scale of forward gives the same codes.
+    again = norm.run(total, scale=kept.input_scale_inv.reciprocal(), amax_slot=None, dtype=settings.first.x_dtype).y
+    return settings.ends.start_gather(again, "input all-gather again")
 
 
 def first_grad_output(layer: LayerGemm, run: Callable[..., _Cast], *, colsum: bool, device: torch.device) -> tuple[Operand, _Cast]:

@@ -76,11 +76,6 @@ class TensorScales(KeepsDtypes):
             own["_filled"] = filled
 
     @property
-    def may_fill(self) -> bool:
-        """Whether one more recorded step can fill the window of a row."""
-        return any(cast.scaling.window == self.steps + 1 for cast in self.casts)
-
-    @property
     def described(self) -> str:
         """The casts of the rows that every layer of this class has, as text."""
         return ", ".join(str(cast) for cast in self.casts)
@@ -363,7 +358,8 @@ class ScalingState:
         counting = [layer for layer in self.layers.values() if layer.steps < layer.window]
         if counting and counting[0].seen.is_cuda and torch.cuda.is_current_stream_capturing():
             return  # nothing has run yet
-        asked = [layer for layer in counting if layer.may_fill] if self._may_skip else []
+        filling = (layer for layer in counting if any(cast.scaling.window == layer.steps + 1 for cast in layer.casts))
+        asked = list(filling) if self._may_skip else []
         steps = {layer: layer.steps + 1 for layer in counting}
         if asked:
             steps |= zip(asked, torch.stack([layer.seen for layer in asked]).tolist(), strict=True)

@@ -238,7 +238,14 @@ def _take(training: Training, saved: SavedCheckpoint) -> _Taken:
     if not settings.finetune:
         taken.model |= saved_scaling(training.model, stored, where)
         taken.rng = None if settings.no_load_rng else _take_rng(training, saved)
-    _take_states(training, reader, where, taken)
+    names = names_of(training.model)
+    for holding in training.optimizer.holdings():
+        if holding.param not in names:  # a parameter outside the model, such as a classifier head, which checkpoints do not contain
+            continue
+        at_place = where[names[holding.param]]
+        state = reader.state(holding, at_place) if taken.with_states else reader.weight_remainder(holding, at_place)
+        if state:
+            taken.states[holding.place] = state
     if taken.with_states:
         taken.loss_scale = _loss_scale(info, training)
         if taken.loss_scale is not None:
@@ -260,17 +267,6 @@ def _with_states(settings: CheckpointConfig, saved: SavedCheckpoint) -> bool:
     if not held and saved.info["iteration"]:
         raise ValueError(f"{stored.folder} contains only weights; load them with --finetune, or resume without states with --no-load-optim")
     return held
-
-
-def _take_states(training: Training, reader: TensorReader, where: dict[str, list[Place]], taken: _Taken) -> None:
-    names = names_of(training.model)
-    for holding in training.optimizer.holdings():
-        if holding.param not in names:  # a parameter outside the model, such as a classifier head, which checkpoints do not contain
-            continue
-        at_place = where[names[holding.param]]
-        state = reader.state(holding, at_place) if taken.with_states else reader.weight_remainder(holding, at_place)
-        if state:
-            taken.states[holding.place] = state
 
 
 def _mu(training: Training, stored: Stored, where: dict[str, list[Place]]) -> dict[str, Tensor]:

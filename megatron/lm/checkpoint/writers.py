@@ -1,6 +1,6 @@
 """Write checkpoints outside of a run, in one process: in Megatron-LM's format, or only weights from another source."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,18 +63,13 @@ def write_megatron(saved: CheckpointReader, root: Path, *, states: bool = True) 
     step = max((step for step in steps if step is not None), default=None) if whole else None
     folder = iteration_folder(root, saved.info["iteration"])
     folder.mkdir()
-    items = list(megatron_items(list(_items(saved, names, step is not None)), (), (), layers))
-    write_torch_dist.write(folder, items, common(saved.info, step), extra_states(layers), None)
-    (root / LATEST_CHECKPOINT_FILE).write_text(str(saved.info["iteration"]), encoding="utf-8")
-    return folder
-
-
-def _items(saved: CheckpointReader, names: list[str], with_states: bool) -> Iterator[Item]:
+    own: list[Item] = []
     for name in names:
         scaled = bool(saved.format(name)[2])
-        yield Item.whole(f"model/{name}", saved.values(name).bfloat16() if scaled else saved.weight(name))
-        if with_states:
-            yield Item.whole(f"{MASTER.key}/{name}", saved.values(name))
-            for key in MOMENTS:
-                if (state := saved.state(key, name)) is not None:
-                    yield Item.whole(f"{key}/{name}", state)
+        own.append(Item.whole(f"model/{name}", saved.values(name).bfloat16() if scaled else saved.weight(name)))
+        if step is not None:
+            states_of = [(key, saved.state(key, name)) for key in MOMENTS]
+            own += [Item.whole(f"{key}/{name}", x) for key, x in ((MASTER.key, saved.values(name)), *states_of) if x is not None]
+    write_torch_dist.write(folder, list(megatron_items(own, (), (), layers)), common(saved.info, step), extra_states(layers), None)
+    (root / LATEST_CHECKPOINT_FILE).write_text(str(saved.info["iteration"]), encoding="utf-8")
+    return folder

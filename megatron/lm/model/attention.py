@@ -328,19 +328,10 @@ class FP8CoreAttention(SDPAttention):
         shared = FP8HeadExchange if self.by_heads else FP8RingAttention
         return shared(self.scaling, self.scale, self.causal, torch.is_grad_enabled(), self.context)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: object | None = None,
-    ) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: object) -> Tensor:
         """Like `SDPAttention.forward`; ValueError with any mask, bias or packed sequences."""
-        if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
+        options.pop("attn_mask_type", None)
+        if attention_mask is not None or any(option is not None for option in options.values()):
             raise ValueError(NO_MASK)
         return self.now()(query, key, value)
 
