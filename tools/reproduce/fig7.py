@@ -25,7 +25,6 @@ The reference is the FP64 mean of the gradients before quantization:
 The paper measured a GPT-7B at DP 128 and reports its result in words and curves only.
 """
 
-import argparse
 import math
 import sys
 import time
@@ -268,23 +267,6 @@ def measure(
         yield [{column: row[column] for column in COLUMNS} for row in table]
 
 
-def _measured(options: argparse.Namespace, flags: Sequence[str]) -> None:
-    """Measure all rows; the rows of each size are written as soon as they are measured, so an interrupted run keeps them."""
-    config = parse_args([*DEFAULTS.split(), *flags])
-    if options.blocks and max(options.blocks) >= config.model.num_layers:
-        raise ValueError(f"--blocks {max(options.blocks)}: the model has blocks 0 to {config.model.num_layers - 1}; give some of them")
-    check(config, 1)
-    process_groups.initialize(config)
-    options.out.mkdir(parents=True, exist_ok=True)
-    table: list[dict[str, Any]] = []
-    try:
-        for part in measure(config, sorted(set(options.dp)), options.orders, options.mu_steps, options.commit, options.blocks):
-            table += part
-            rows.write(options.out / "fig7.csv", COLUMNS, table)
-    finally:
-        process_groups.shutdown()
-
-
 @exit_codes.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return 0, or 2 with a message on stderr for invalid input."""
@@ -296,7 +278,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=path, default=rows.ROOT / "tools/reproduce/results/fig7", help="folder for fig7.csv")
     parser.add_argument("--commit", help="commit hash to record if this tree is not a git checkout")
     options, flags = parser.parse_known_args(arguments)
-    _measured(options, flags)
+    config = parse_args([*DEFAULTS.split(), *flags])
+    if options.blocks and max(options.blocks) >= config.model.num_layers:
+        raise ValueError(f"--blocks {max(options.blocks)}: the model has blocks 0 to {config.model.num_layers - 1}; give some of them")
+    check(config, 1)
+    process_groups.initialize(config)
+    options.out.mkdir(parents=True, exist_ok=True)
+    table: list[dict[str, Any]] = []
+    try:
+        for part in measure(config, sorted(set(options.dp)), options.orders, options.mu_steps, options.commit, options.blocks):
+            table += part
+            rows.write(options.out / "fig7.csv", COLUMNS, table)  # as soon as a size is measured: an interrupted run keeps its rows
+    finally:
+        process_groups.shutdown()
     print(f"{options.out / 'fig7.csv'} has a row per size, block and strategy; python -m tools.reproduce fp8lm-figure7 makes its page")
     return 0
 

@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,7 +160,10 @@ def collage(
     torch.manual_seed(seed)
     model, dtype = build(loop), torch.float32 if variant == FP32 else torch.bfloat16
     weights = {name: nn.Parameter(p.detach().to(dtype, copy=True)) for name, p in model.named_parameters()}
-    optimizer = _optimizer(variant, weights.values(), lr=loop.lr, betas=(0.9, beta2), weight_decay=0.1)
+    settings: dict[str, Any] = {"lr": loop.lr, "betas": (0.9, beta2), "weight_decay": 0.1}
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.AdamW(weights.values(), **settings) if variant == FP32 else collage_adamw(weights.values(), variant=variant, **settings)
+    )
     cut = len(text) * 19 // 20
     losses: list[float] = []
     for step, tokens in enumerate(pieces(text[:cut], loop, loop.steps, seed), 1):
@@ -186,7 +189,3 @@ def collage(
                     valid = [float(loss_of(model, wide, tokens)) for tokens in pieces(text[cut:], loop, 8, 0)]
                 row["valid_loss"] = sum(valid) / len(valid)
             yield row
-
-
-def _optimizer(variant: str, weights: Iterable[nn.Parameter], **settings: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(weights, **settings) if variant == FP32 else collage_adamw(weights, variant=variant, **settings)
