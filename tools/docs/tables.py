@@ -11,8 +11,8 @@ called `text` becomes paragraphs instead, and the column `_` is not shown: it ha
 `ats` of a group, which are listed below the table and whose commits must be in the history.
 
 Functions besides SQLite's: fixed(x, digits), kilo(x), code(text), at(commit, gpu, torch, date), without(text, flags), run_of(precision);
-aggregates: ats, median(x), half_width(x), of the 95 % interval of a mean, paired(base, other), the relative difference of paired losses in
-percent with its 95 % interval, the seeds above and the verdict, cost(tokens, base, other), in which `base` falls by the distance.
+aggregates: ats, median(x), half_width(x), of the 95 % interval of a mean, cost(tokens, base, other), in which `base` falls by the distance,
+paired(base, other[, unit]), the difference of paired losses in percent with its 95 % interval, the seeds above and the verdict.
 """
 
 import functools
@@ -126,11 +126,11 @@ class _HalfWidth(_Aggregate):
 
 class _Paired(_Aggregate):
     def finalize(self) -> str:
-        pairs = [(float(base), float(other)) for base, other in self.rows if base not in (None, "") and other not in (None, "")]
+        pairs = [(float(base), float(other)) for base, other, *_ in self.rows if base not in (None, "") and other not in (None, "")]
         if not pairs:
             return ""
         base, other = (dict(enumerate(losses)) for losses in zip(*pairs, strict=True))
-        paired = paired_difference(base, other)
+        paired = paired_difference(base, other, *self.rows[0][2:])
         low, high = (100 * end for end in paired.relative.ends)
         mean = f"{100 * paired.relative.mean:+.2f}"
         if len(pairs) == 1:
@@ -160,7 +160,7 @@ def _database() -> sqlite3.Connection:
     connection.create_aggregate("ats", 4, _Places)  # type: ignore[arg-type]
     connection.create_aggregate("median", 1, _Median)  # type: ignore[arg-type]
     connection.create_aggregate("half_width", 1, _HalfWidth)  # type: ignore[arg-type]
-    connection.create_aggregate("paired", 2, _Paired)  # type: ignore[arg-type]
+    connection.create_aggregate("paired", -1, _Paired)  # type: ignore[arg-type]
     connection.create_aggregate("cost", 3, _Cost)  # type: ignore[arg-type]
     return connection
 

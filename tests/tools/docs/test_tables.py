@@ -38,9 +38,11 @@ def test_aggregates():
     assert (float(cells[0]), int(cells[1])) == (statistics.median(values), len(values))
     assert tables.select("SELECT kilo(1500) AS a, without('O3 --x 1 --y', '--x') AS b").cells == [["1.5k", "O3 --y"]]
     ((one,),) = tables.select("SELECT paired(a, b) FROM (SELECT 2 AS a, 2.02 AS b)").cells
-    ((two,),) = tables.select("SELECT paired(a, b) FROM (SELECT 2 AS a, 2.02 AS b UNION ALL SELECT 4, 4.08)").cells
+    pairs = "FROM (SELECT 2 AS a, 2.02 AS b UNION ALL SELECT 4, 4.08)"
+    ((two, *units),) = tables.select(f"SELECT paired(a, b), paired(a, a + 0.009), paired(a, a + 0.009, 'nats per byte') {pairs}").cells
     assert one == "+1.00 (one seed)"
     assert two == "+1.50 (-4.85 to +7.85), 2 of 2: not shown"  # t of one degree of freedom is 12.71
+    assert [cell.partition(": ")[2] for cell in units] == ["holds", "not shown"]  # 0.01 nats per token, 0.2 % of a loss per byte
 
 
 @pytest.mark.parametrize(
@@ -121,8 +123,6 @@ def test_a_picture_is_current_until_its_numbers_change(tmp_path):
 
 
 # Rows that may be published: their commits are in the history, or the rows say that they are not.
-
-
 KNOWN = "0123456789abcdef0123456789abcdef01234567"
 WHOLE, SHALLOW = History(frozenset([KNOWN]), True), History(frozenset(), False)
 
