@@ -169,14 +169,14 @@ def _convert_linear(
 
 
 def float_copy(model: nn.Module) -> nn.Module:
-    """Return a deep copy with plain FP32 parameters instead of low-precision weights; its layers compute as torch's do.
+    """Return a deep copy whose parameters and buffers are plain FP32, BF16 ones too; its layers compute as torch's do.
 
-    Use it to average weights, which needs more bits than FP8 has: `AveragedModel(msamp.float_copy(model), ...)`. Parameters and buffers
-    have the same number and order as in the model, as `update_parameters(model)` requires.
+    Use it to average weights, which needs more bits than FP8 and BF16 have: `AveragedModel(msamp.float_copy(model), ...)`. Parameters and
+    buffers have the same number and order as in the model, as `update_parameters(model)` requires.
     """
     wide = copy.deepcopy(model)
     for module in wide.modules():
         for name, p in list(module.named_parameters(recurse=False)):
             if isinstance(p, ScalingTensor):
                 setattr(module, name, nn.Parameter(p.dequantize(torch.float32), p.requires_grad))
-    return wide
+    return wide.float()

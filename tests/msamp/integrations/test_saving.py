@@ -30,8 +30,8 @@ def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model[2](model[1](y, y, y)[0])
 
 
-def trained(level: str, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = plain_model()
+def trained(level: str, steps: int = 2, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = plain_model().to(dtype)
     model, optimizer = msamp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), level)
     for _ in range(steps):
         run(model, torch.arange(16).view(4, 4)).square().mean().backward()
@@ -145,15 +145,16 @@ def test_a_model_that_saves_plain_says_so_until_it_is_told_otherwise():
 
 @pytest.mark.promise("Conversion", "An average in `msamp.float_copy(model)` loses nothing; one kept in FP8 is warned about.")
 def test_a_float_copy_averages_what_fp8_would_round_away():
-    model, _ = trained("O3", steps=0)
-    start = msamp.fp32_values(model[2][0].weight).clone()
-    average = torch.optim.swa_utils.AveragedModel(msamp.float_copy(model), multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99))
+    model, _ = trained("O3", steps=0, dtype=torch.bfloat16)
+    average = torch.optim.swa_utils.AveragedModel(msamp.float_copy(model), multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999))
     average.update_parameters(model)
+    start = [msamp.fp32_values(p).clone() for p in model.parameters()]
     with torch.no_grad():
-        model[2][0].weight.copy_(start + make("normal", start.shape))
+        for p in model.parameters():
+            p.copy_(msamp.fp32_values(p) + make("normal", p.shape))
     average.update_parameters(model)
-    want = torch.lerp(start, msamp.fp32_values(model[2][0].weight), 0.01)
-    assert torch.allclose(average.module[2][0].weight, want, rtol=1e-5, atol=1e-6)
+    for p, before, found in zip(model.parameters(), start, average.parameters(), strict=True):
+        assert torch.allclose(found, torch.lerp(before, msamp.fp32_values(p), 0.001), rtol=1e-5, atol=1e-6)
     assert run(average.module, torch.arange(4).view(2, 2)).isfinite().all()
 
 
