@@ -1,6 +1,6 @@
 """Tables of the documentation: SQL over the recorded rows, written into the pages.
 
-`tables.toml` has a query per table; one that names commits says why in `chosen`, a sentence below the table. A page that contains
+`tables.toml` has a query per table; one that names commits or is cut off says why in `chosen`, a sentence below it. A page that contains
 
     <!-- table: NAME -->
     <!-- end -->

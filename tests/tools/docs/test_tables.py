@@ -58,10 +58,10 @@ def test_every_marker_of_a_page_has_a_table():
     assert names - {"reproduction", "as-published"} <= set(tables.specifications())
 
 
-def test_a_table_of_chosen_commits_says_why():
+def test_a_table_of_chosen_rows_says_why():
     for name, one in tables.specifications().items():
         query = "" if name == "templates" else " ".join(value for key, value in one.items() if key not in ("chosen", "note"))
-        if re.search(r"'[0-9a-f]{7,8}'", query):
+        if re.search(r"'[0-9a-f]{7,8}'|LIMIT \d\d", query):  # or cut off
             assert one["chosen"] in tables.table(name).note, name
 
 
