@@ -33,17 +33,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from msamp.integrations import replay_checks
 from msamp.integrations.loop_optimizer import LoopOptimizer
-from msamp.integrations.replay_checks import (
-    CONSTANTS,
-    WINDOWS,
-    Probe,
-    changed_flags,
-    check_no_gradients,
-    flags,
-    foreign_hook,
-    masks_as_in_eager_steps,
-)
 from msamp.kernels.cuda_graph import HostReads, capturing, unregistrable
 from msamp.numerics.tensor import PLAIN
 
@@ -147,7 +138,7 @@ class CapturedStep:
         self._group = _host_group(self._collective)
         self._graphs: dict[Hashable, _Graph] = {}
         self._eager_steps: dict[Hashable, int] = {}  # by shape of inputs, with the current state
-        self._probe: Probe | None = None
+        self._probe: replay_checks.Probe | None = None
         self._shards = _sharded(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +154,7 @@ class CapturedStep:
             module.reshard()  # an evaluation leaves gathered weights, which a replay would not update
         self._note_changes()
         if self._probe is not None and self._probe.has_gradient():
-            check_no_gradients(self.model)
+            replay_checks.check_no_gradients(self.model)
         plan = self._agreed(self._plan(key, device))
         if plan == _EAGER:
             return self._eagerly(inputs, filled, key, device)
@@ -201,7 +192,7 @@ class CapturedStep:
         """Return the tensors of a step's inputs on the device, the key of their graph, and a function from such tensors to the inputs."""
         leaves, spec = tree_flatten(given)
         tensors = [x for x in leaves if type(x) in PLAIN]
-        odd = [type(x).__name__ for x in leaves if type(x) not in PLAIN and type(x) not in CONSTANTS]
+        odd = [type(x).__name__ for x in leaves if type(x) not in PLAIN and type(x) not in replay_checks.CONSTANTS]
         if odd or not tensors:
             raise ValueError(
                 f"inputs are {', '.join(odd) or 'no tensors'}; pass the batch as tensors, also in tuples, lists and dicts: they are copied "
@@ -239,14 +230,14 @@ class CapturedStep:
         so that nothing new speaks for a capture."""
         changed = None if self._probe is None else self._probe.changed()
         if changed is not None and (self._graphs or not own):  # without graphs too: an eager step measures loaded states, a capture cannot
-            if changed is not WINDOWS:
+            if changed is not replay_checks.WINDOWS:
                 self._say(f"{changed} changed since the last step; a step is eager, then one is captured")
             self.release()
-        if changed is not None and changed is not WINDOWS and not own:
+        if changed is not None and changed is not replay_checks.WINDOWS and not own:
             self._check_parameters()
             self.obstacle = None
         if changed is not None or self._probe is None:
-            self._probe, self._shards = Probe(self.model, self.optimizer, self._own), _sharded(self.model)
+            self._probe, self._shards = replay_checks.Probe(self.model, self.optimizer, self._own), _sharded(self.model)
 
     def _plan(self, key: Hashable, device: torch.device) -> int:
         """Return what this process can do in this step."""
@@ -275,12 +266,12 @@ class CapturedStep:
             return f"the model is on several devices, {device} and {', '.join(sorted(others))}"
         if _graphs_on(device) and self._group is not None and "nccl" not in str(dist.get_backend_config(self._collective)):
             return "gloo's collectives run on the host"
-        hook = foreign_hook(self.model, self.optimizer)
+        hook = replay_checks.foreign_hook(self.model, self.optimizer)
         return None if hook is None else f"a replay would not run the hook {hook}"
 
     def _unrepeated(self, before: dict[nn.Module, dict[str, Any]], result: Any) -> str | None:
         """Return what a replay of the step that has just run would not repeat in Python."""
-        changed = changed_flags(self.model, before)
+        changed = replay_checks.changed_flags(self.model, before)
         if changed is not None:
             return f"forward_backward changes {changed}, and a replay runs no Python"
         odd = [type(x).__name__ for x in tree_flatten(result)[0] if not isinstance(x, torch.Tensor) and x is not None]
@@ -299,8 +290,8 @@ class CapturedStep:
         if self.obstacle is not None or (not _graphs_on(device) and number != WARM_UP + 1):
             result = self._step(inputs, filled)
         elif not _graphs_on(device):
-            watch, before = HostReads(), {module: flags(module) for module in self.model.modules()}
-            with watch, masks_as_in_eager_steps(self.model):
+            watch, before = HostReads(), {module: replay_checks.flags(module) for module in self.model.modules()}
+            with watch, replay_checks.masks_as_in_eager_steps(self.model):
                 result = self._step(inputs, filled)
             reason = watch.found or self._unrepeated(before, result) or self._refusal(device)
             if reason is not None:
@@ -340,11 +331,11 @@ class CapturedStep:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         sync = None if self._own is None else self._own.grad_sync
-        sent, before = {} if sync is None else sync.sent.rows(), {module: flags(module) for module in self.model.modules()}
+        sent, before = {} if sync is None else sync.sent.rows(), {module: replay_checks.flags(module) for module in self.model.modules()}
         graph, watch = torch.cuda.CUDAGraph(), HostReads()
         torch.clear_autocast_cache()
         try:
-            with masks_as_in_eager_steps(self.model), capturing(graph, pool=self._pool, stream=self._stream, watch=watch):
+            with replay_checks.masks_as_in_eager_steps(self.model), capturing(graph, pool=self._pool, stream=self._stream, watch=watch):
                 result = self._step(held, filled)
                 for stream in _streams(self.model):
                     torch.cuda.current_stream().wait_stream(stream)  # FSDP2's streams end with a wait, which a capture must join
@@ -360,7 +351,7 @@ class CapturedStep:
             return reason
         new = {} if sync is None else {what: size - sent.get(what, 0) for what, size in sync.sent.rows().items()}
         self._graphs[key] = _Graph(graph, held, result, new)
-        self._probe = Probe(self.model, self.optimizer, self._own)
+        self._probe = replay_checks.Probe(self.model, self.optimizer, self._own)
         self.captured += 1
         return None
 

@@ -20,20 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from msamp.integrations import ms_amp
+from msamp.integrations import ms_amp, takeover
 from msamp.integrations.checks import NoDistributedDataParallel, checked, data_parallel_group
 from msamp.integrations.loop_optimizer import LoopOptimizer, parameter_formats
 from msamp.integrations.saving import save_plain
-from msamp.integrations.takeover import (
-    chosen_recipe,
-    defaults_of,
-    divide_parameters,
-    joined_state,
-    parameter_groups,
-    release,
-    retire,
-    take_masters,
-)
 from msamp.nn.convert import carry_out
 from msamp.nn.decoder_layer import fuse as fuse_layers
 from msamp.nn.decoder_layer import unfuse
@@ -150,7 +140,7 @@ def initialize(
     """
     ms_amp.check_alone()
     # Choose the recipe, the ranks, and what becomes FP8. What is refused is refused here, and changes nothing.
-    chosen = chosen_recipe(recipe, opt_level, fp8_recipe, master_rounding, moment_rounding, grad_format)
+    chosen = takeover.chosen_recipe(recipe, opt_level, fp8_recipe, master_rounding, moment_rounding, grad_format)
     group = data_parallel_group(group)
     if clip_grad is not None:
         check_max_norm(clip_grad)
@@ -164,15 +154,15 @@ def initialize(
     divided = carry_out(model, chosen, conversions, masters if chosen.weight != chosen.states.master else None)
     fuse_layers(model) if fuse and chosen.fp8 else unfuse(model)
     for each in optimizers:
-        divide_parameters(each, divided)
+        takeover.divide_parameters(each, divided)
     for layer in smooth:
         layer.scaling.add_channels(layer.in_features)  # type: ignore[union-attr, operator, arg-type]
     for earlier in former:
-        masters |= take_masters(earlier)
-        release(earlier)
+        masters |= takeover.take_masters(earlier)
+        takeover.release(earlier)
 
     # Attach the gradients: hooks that average them over the ranks.
-    groups = [g for each in optimizers for g in parameter_groups(each, model, chosen)]
+    groups = [g for each in optimizers for g in takeover.parameter_groups(each, model, chosen)]
     sync, shard = None, None
     if group is not None:
         formats: dict[torch.Tensor, Format] = {p: parameter_formats(p, chosen).grad for p in model.parameters()}
@@ -184,19 +174,19 @@ def initialize(
         shard = ZeRO(sync) if zero else None
 
     # Build the optimizer that replaces the given ones, with their states.
-    defaults = defaults_of(optimizers[-1])
+    defaults = takeover.defaults_of(optimizers[-1])
     low = LoopOptimizer(groups, chosen, ScalingState(model), sync, shard=shard, clip_grad=clip_grad, seed=seed, **defaults)
     low.fp8_min_gain = fp8_min_gain if chosen.fp8 else 0.0
     owned = {id(p) for g in low.param_groups for p in g["params"]}
     low.init_masters((p, values) for p, values in masters.items() if id(p) in owned)
     if any(each.state for each in optimizers):
-        low.load_state_dict(joined_state(optimizers))
+        low.load_state_dict(takeover.joined_state(optimizers))
         for each in optimizers:
             each.state.clear()
     start = 0
     for each in optimizers:
         end = start + len(each.param_groups)
-        retire(each, low, None if len(optimizers) == 1 else slice(start, end))
+        takeover.retire(each, low, None if len(optimizers) == 1 else slice(start, end))
         start = end
     if chosen.fp8 or group is not None:
         model._ddp_params_and_buffers_to_ignore = NoDistributedDataParallel()  # type: ignore[assignment]

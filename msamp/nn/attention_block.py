@@ -23,17 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from msamp.kernels import ops, scalar_pool
-from msamp.nn.block import (
-    CastTransposed,
-    Inner,
-    KeptByBlock,
-    Norm,
-    NormWeights,
-    finish_backward,
-    first_grad_output,
-    start_grad_output,
-    start_input_again,
-)
+from msamp.nn import block
 from msamp.nn.differentiable_once import differentiable_once
 from msamp.nn.ends import ALONE, Ends
 from msamp.nn.fp8_attention import Attended, FP8Attention, Gradients, K, Q, V
@@ -78,7 +68,7 @@ class AttentionSettings(NamedTuple):
             rank has whole sequences.
     """
 
-    norm: Norm
+    norm: block.Norm
     qkv: LayerGemm
     proj: LayerGemm
     core: Core
@@ -125,7 +115,7 @@ class AttentionBlock(torch.autograd.Function):
         b, x2d = x.shape[1], x.view(-1, x.shape[-1])
         qkv_gemm, proj, ends = settings.qkv, settings.proj, settings.ends
         n_scale_inv, o_scale_inv = scalar_pool.take(x.device), scalar_pool.take(x.device)
-        norm = NormWeights(settings.norm, norm_weight, norm_bias)
+        norm = block.NormWeights(settings.norm, norm_weight, norm_bias)
         normed = norm.cast(x2d, None, slot=qkv_gemm.x, cast=qkv_gemm.gemm.input, ends=ends, scale_inv=n_scale_inv)
         gathered = ends.start_gather(normed.y, "input all-gather")
         w_qkv = qkv_gemm.weight(qkv_weight.payload)
@@ -141,7 +131,7 @@ class AttentionBlock(torch.autograd.Function):
         delta = ends.sum_output(product, o, proj)
         if settings.keep:
             weights = (qkv_weight.payload, qkv_bias, proj_weight.payload, proj_bias)
-            kept = KeptByBlock(norm_weight, norm_bias, normed.mean, normed.rstd, n_scale_inv, o_scale_inv, whole, *weights)
+            kept = block.KeptByBlock(norm_weight, norm_bias, normed.mean, normed.rstd, n_scale_inv, o_scale_inv, whole, *weights)
             ctx.save_for_backward(*head_norms, *settings.saved.keep(x2d), *kept)
             ctx.attention, ctx.heads, ctx.settings, ctx.head_norms = attention.kept(), heads, settings, len(head_norms)
             ctx.weight_dtypes = (qkv_weight.dtype, proj_weight.dtype)
@@ -189,28 +179,28 @@ class AttentionBlock(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad_x: torch.Tensor, grad_delta: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         saved = ctx.saved_tensors
-        head_norms, (stream, kept) = saved[: ctx.head_norms], KeptByBlock.of(saved[ctx.head_norms :])
+        head_norms, (stream, kept) = saved[: ctx.head_norms], block.KeptByBlock.of(saved[ctx.head_norms :])
         of_heads: list[torch.Tensor | None] = []  # filled by `_inner`
         inner, dtype = functools.partial(_inner, ctx, stream, kept, grad_delta, head_norms, of_heads), ctx.weight_dtypes[0]
-        grads = finish_backward(ctx.settings, stream, kept, inner(), residual=grad_x, dtype=grad_x.dtype, weight_dtype=dtype)
+        grads = block.finish_backward(ctx.settings, stream, kept, inner(), residual=grad_x, dtype=grad_x.dtype, weight_dtype=dtype)
         return *grads, None, *of_heads
 
 
 def _inner(
     ctx: Any,
     stream: Sequence[torch.Tensor],
-    kept: KeptByBlock,
+    kept: block.KeptByBlock,
     grad_delta: torch.Tensor,
     head_norms: Sequence[torch.Tensor],
     of_heads: list[torch.Tensor | None],
-) -> Inner:
+) -> block.Inner:
     """Backward through the projection, the attention, the rotary embedding and the norms of the heads, whose gradients it appends to
     `of_heads`."""
     settings, attention, heads, device, dtype = ctx.settings, ctx.attention, ctx.heads, grad_delta.device, grad_delta.dtype
     del ctx.attention, ctx.heads
     qkv, proj, ends = settings.qkv, settings.proj, settings.ends
-    grad_y = start_grad_output(proj, grad_delta, scalar_pool.take(device), ends, colsum=kept.last_bias is not None)
-    again = start_input_again(settings, stream, kept, dtype)
+    grad_y = block.start_grad_output(proj, grad_delta, scalar_pool.take(device), ends, colsum=kept.last_bias is not None)
+    again = block.start_input_again(settings, stream, kept, dtype)
     attention.again()
     grad_o = grad_y.rows.product(proj.grad_input_rows(grad_y.scale_inv, proj.weight(kept.last_weight, transpose=True), dtype))
     grad_proj = proj.grad_weight(grad_y.transposed(), attention.transposed(kept.last_scale_inv, grad_o), ctx.weight_dtypes[1])
@@ -223,7 +213,7 @@ def _inner(
         qkv, rotated_back, (len(settings.cos), dq.shape[1]), dtype, heads, head_norms, colsum=kept.first_bias is not None
     )
     of_heads += of_norms
-    return Inner(grad, first_sums=outputs.sums, last_sums=grad_y.sums, last_weight=lambda: grad_proj, again=again)
+    return block.Inner(grad, first_sums=outputs.sums, last_sums=grad_y.sums, last_weight=lambda: grad_proj, again=again)
 
 
 def projection_grad(
@@ -235,7 +225,7 @@ def projection_grad(
     head_norms: Sequence[torch.Tensor],
     *,
     colsum: bool,
-) -> tuple[Operand, CastTransposed, list[torch.Tensor | None]]:
+) -> tuple[Operand, block.CastTransposed, list[torch.Tensor | None]]:
     """Compute the QKV projection's grad_output, and cast it for both of its GEMMs.
 
     Args:
@@ -251,16 +241,16 @@ def projection_grad(
         The operand, all results of the cast, and the gradients of `head_norms`.
     """
 
-    def plain(**options: Any) -> CastTransposed:
-        return CastTransposed(*rotated_back(**options))
+    def plain(**options: Any) -> block.CastTransposed:
+        return block.CastTransposed(*rotated_back(**options))
 
-    run: Callable[..., CastTransposed] = plain
+    run: Callable[..., block.CastTransposed] = plain
     of_heads: list[torch.Tensor | None] = []
     if heads is not None:
         packed = plain(scale=None, amax_slot=None, dtype=dtype).payload
         of_heads = heads.backward(packed.view(*shape, -1), HeadNormWeights(*head_norms))
         run = functools.partial(cast_packed, packed)
-    return *first_grad_output(qkv, run, colsum=colsum, device=qkv.scales[1].device), of_heads
+    return *block.first_grad_output(qkv, run, colsum=colsum, device=qkv.scales[1].device), of_heads
 
 
 class _Wide:
@@ -316,7 +306,7 @@ def _cast_rows(proj: LayerGemm, rows: torch.Tensor, scale_inv: torch.Tensor) -> 
     """Return the projection's input in FP8, with its scale_inv written to the given slot."""
     x = proj.x
     options: dict[str, Any] = {"scale": x.scale, "amax_slot": x.amax, "dtype": proj.x_dtype, "scale_inv_slot": scale_inv}
-    o8 = CastTransposed(*ops.cast_transpose(rows, row=True, **options)).payload
+    o8 = block.CastTransposed(*ops.cast_transpose(rows, row=True, **options)).payload
     if x.watch is not None:
         x.watch(rows, o8, scale_inv)
     return o8

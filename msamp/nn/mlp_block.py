@@ -10,20 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from msamp.kernels import ops, scalar_pool
-from msamp.nn.block import (
-    Activated,
-    ActivationGradient,
-    Inner,
-    KeptByBlock,
-    Norm,
-    NormWeights,
-    finish_backward,
-    first_grad_output,
-    rows_of_each,
-    start_grad_output,
-    start_input_again,
-    unviewed,
-)
+from msamp.nn import block
 from msamp.nn.differentiable_once import differentiable_once
 from msamp.nn.ends import ALONE, Ends
 from msamp.nn.gemm import LayerGemm, Operand
@@ -43,7 +30,7 @@ class MLPSettings(NamedTuple):
         ends: the communication of tensor parallelism at the block's input and output.
     """
 
-    norm: Norm
+    norm: block.Norm
     fc1: LayerGemm
     fc2: LayerGemm
     activation: str
@@ -84,7 +71,7 @@ class MLPBlock(torch.autograd.Function):
         x2d, delta2d = x.view(-1, x.shape[-1]), delta.view(-1, x.shape[-1])
         fc1, fc2, ends = settings.fc1, settings.fc2, settings.ends
         n_scale_inv, a_scale_inv = scalar_pool.take(x.device), scalar_pool.take(x.device)
-        norm = NormWeights(settings.norm, norm_weight, norm_bias)
+        norm = block.NormWeights(settings.norm, norm_weight, norm_bias)
         normed = norm.cast(x2d, delta2d, slot=fc1.x, cast=fc1.gemm.input, ends=ends, scale_inv=n_scale_inv)
         gathered = ends.start_gather(normed.y, "input all-gather")
         w1 = fc1.weight(fc1_weight.payload, *(w.payload for w in more))
@@ -93,7 +80,7 @@ class MLPBlock(torch.autograd.Function):
         gathered.done()
 
         def activated(**options: Any) -> torch.Tensor:
-            return Activated(*ops.activate(y, kind=settings.activation, **options)).payload
+            return block.Activated(*ops.activate(y, kind=settings.activation, **options)).payload
 
         # Smooth-SwiGLU: the kernel multiplies the channels of the activation, and `fc2.weight` divides the weight's columns.
         channels, channel_amax = fc2.channels or (None, None)
@@ -106,14 +93,14 @@ class MLPBlock(torch.autograd.Function):
         out = out.add_(normed.total) if delta.dtype == x.dtype else out + normed.total
         stream = settings.saved.keep(normed.total)
         weights = (fc1_weight.payload, fc1_bias, fc2_weight.payload, fc2_bias)
-        kept = KeptByBlock(norm_weight, norm_bias, normed.mean, normed.rstd, n_scale_inv, a_scale_inv, whole, *weights)
+        kept = block.KeptByBlock(norm_weight, norm_bias, normed.mean, normed.rstd, n_scale_inv, a_scale_inv, whole, *weights)
         if channels is not None:
             channels = channels.clone()  # the end of the step, which may come before this backward, writes them
         parts = (*stream, *(() if settings.recompute else settings.saved.keep(y)))
         ctx.save_for_backward(*(w.payload for w in more), *parts, *kept, channels)
         ctx.settings, ctx.weight_dtypes = settings, (fc1_weight.dtype, fc2_weight.dtype)
         ctx.dtype, ctx.rows = delta.dtype, [w.shape[0] for w in (fc1_weight, *more)]
-        return unviewed(out, x.shape)
+        return block.unviewed(out, x.shape)
 
     @staticmethod
     def saved_bytes(
@@ -135,11 +122,11 @@ class MLPBlock(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         *saved, channels = ctx.saved_tensors
-        more, (parts, kept) = saved[: len(ctx.rows) - 1], KeptByBlock.of(saved[len(ctx.rows) - 1 :])
+        more, (parts, kept) = saved[: len(ctx.rows) - 1], block.KeptByBlock.of(saved[len(ctx.rows) - 1 :])
         settings, (*_, needs_fc2, _, _), needs_more = ctx.settings, ctx.needs_input_grad[:9], ctx.needs_input_grad[9:]
         first = ctx.weight_dtypes[0] if ctx.needs_input_grad[4] or any(needs_more) else None
         last = ctx.weight_dtypes[1] if needs_fc2 else None
-        grads = finish_backward(
+        grads = block.finish_backward(
             settings,
             parts if settings.recompute else parts[: len(parts) // 2],
             kept,
@@ -149,26 +136,26 @@ class MLPBlock(torch.autograd.Function):
             weight_dtype=first,
             more=more,
         )
-        grad_fc1, *of_more = rows_of_each(grads.first_weight, ctx.rows)
+        grad_fc1, *of_more = block.rows_of_each(grads.first_weight, ctx.rows)
         return grads.x, *grads._replace(first_weight=grad_fc1), None, *of_more
 
 
 def _inner(
     settings: MLPSettings,
     parts: Sequence[torch.Tensor],
-    kept: KeptByBlock,
+    kept: block.KeptByBlock,
     channels: torch.Tensor | None,
     grad_output: torch.Tensor,
     dtype: torch.dtype,
     fc2_dtype: torch.dtype | None,
     more: Sequence[torch.Tensor],
-) -> Inner:
+) -> block.Inner:
     """Backward through FC2 and the activation. `parts` are the saved parts of the stream, then of FC1's output; `channels` are the
     scales of the activation's channels in forward."""
     fc1, fc2, ends, device = settings.fc1, settings.fc2, settings.ends, grad_output.device
     stream = parts if settings.recompute else parts[: len(parts) // 2]
-    grad_y = start_grad_output(fc2, grad_output, scalar_pool.take(device), ends, colsum=kept.last_bias is not None)
-    again = start_input_again(settings, stream, kept, grad_output.dtype, asked=settings.recompute)
+    grad_y = block.start_grad_output(fc2, grad_output, scalar_pool.take(device), ends, colsum=kept.last_bias is not None)
+    again = block.start_input_again(settings, stream, kept, grad_output.dtype, asked=settings.recompute)
     if settings.recompute:
         assert again is not None
         x8 = Operand.tensorwise(again(), scale_inv=kept.input_scale_inv)
@@ -179,19 +166,19 @@ def _inner(
     grad_a = grad_y.rows.product(fc2.grad_input_rows(grad_y.scale_inv, fc2.weight(kept.last_weight, transpose=True), dtype))
     g = grad_y.transposed()
 
-    def through_activation(**options: Any) -> ActivationGradient:
+    def through_activation(**options: Any) -> block.ActivationGradient:
         a: dict[str, Any] = {"kind": settings.activation, "a_scale_inv": kept.last_scale_inv, "a_dtype": fc2.x_dtype}
-        return ActivationGradient(*ops.activate_backward(grad_a, y, channel_scale=channels, **a, **options))
+        return block.ActivationGradient(*ops.activate_backward(grad_a, y, channel_scale=channels, **a, **options))
 
-    grad, outputs = first_grad_output(fc1, through_activation, colsum=kept.first_bias is not None, device=device)
+    grad, outputs = block.first_grad_output(fc1, through_activation, colsum=kept.first_bias is not None, device=device)
 
     def grad_fc2() -> torch.Tensor | None:
         if fc2_dtype is None:
             return None
         activated_t = outputs.activated_t
         if fc2.in_bf16:
-            activated_t = Activated(*ops.activate(y, settings.activation, scale=None, amax_slot=None, dtype=fc2.x_dtype)).payload.t()
+            activated_t = block.Activated(*ops.activate(y, settings.activation, scale=None, amax_slot=None, dtype=fc2.x_dtype)).payload.t()
         activated = Operand.tensorwise(scale_inv=kept.last_scale_inv, payload_t=activated_t)
         return fc2.grad_weight(g, activated, fc2_dtype, channels)
 
-    return Inner(grad, first_sums=outputs.sums, last_sums=grad_y.sums, last_weight=grad_fc2, again=again)
+    return block.Inner(grad, first_sums=outputs.sums, last_sums=grad_y.sums, last_weight=grad_fc2, again=again)

@@ -27,11 +27,9 @@ def chosen(given: Path | None, needs: Needs, root: Path = ROOT) -> Path:
     """
     if given is not None and (given.is_file() or given != Path(SPEECHES)):
         return given
-    return own_pages(root) if given is None and not needs.text else speeches_file(root)
-
-
-def own_pages(root: Path = ROOT) -> Path:
-    """Write the documentation of the checkout to a file and return its path."""
+    if given is not None or needs.text:
+        return speeches_file(root)
+    # The documentation of the checkout.
     pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs" / "guide").glob("*.md"))]
     return _written(root / FOLDER / OWN_TEXT, "\n\n".join(page.read_text(encoding="utf-8") for page in pages))
 

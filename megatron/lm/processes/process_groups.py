@@ -5,7 +5,6 @@ import gc
 import os
 import random
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -37,17 +36,16 @@ class LaunchEnvironment:
     local_world_size: int = 1
 
 
-def launch_from_environment(environment: Mapping[str, str] = os.environ) -> LaunchEnvironment:
+def launch_from_environment() -> LaunchEnvironment:
     """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them; without any of them there is one process.
 
     Raises:
         ValueError: if only one of RANK and WORLD_SIZE is set, a value is not an integer, or a rank is out of range.
     """
-    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return LaunchEnvironment()
-    rank, world_size = _integer(environment, "RANK"), _integer(environment, "WORLD_SIZE")
-    local_rank = _integer(environment, "LOCAL_RANK", default=rank)
-    local_world_size = _integer(environment, "LOCAL_WORLD_SIZE", default=world_size)
+    rank, world_size = _integer("RANK"), _integer("WORLD_SIZE")
+    local_rank, local_world_size = _integer("LOCAL_RANK", default=rank), _integer("LOCAL_WORLD_SIZE", default=world_size)
     for name, value, count_name, count in (
         ("RANK", rank, "WORLD_SIZE", world_size),
         ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size),
@@ -60,8 +58,8 @@ def launch_from_environment(environment: Mapping[str, str] = os.environ) -> Laun
 _FIX = "start with `msamp torchrun --nproc-per-node N msamp pretrain ...`, or unset RANK and WORLD_SIZE to train on one process"
 
 
-def _integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environment.get(name)
+def _integer(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name)
     if text is None and default is not None:
         return default
     try:

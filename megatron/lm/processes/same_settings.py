@@ -17,21 +17,13 @@ from torch.distributed import Store
 
 from megatron.lm.config import flag
 
-# Files and folders whose paths may differ between machines: what a run writes, and data, whose content `check_same_data` compares.
-PLACES = frozenset(
-    {
-        *("save", "tensorboard_dir", "metrics_file", "record_precision", "fp8_gain_cache", "data_cache_path"),
-        *("wandb_save_dir", "memory_snapshot_path"),
-        *("data_path", "train_data_path", "valid_data_path", "test_data_path", "tokenizer_model", "vocab_file", "merge_file"),
-    }
-)
-# Of these, the paths that only some ranks may set: only rank 0 uses them, or each rank uses its own.
+# Paths that only some ranks may set: only rank 0 uses them, or each rank uses its own.
 _FREE = frozenset(
-    {
-        *("save", "tensorboard_dir", "metrics_file", "fp8_gain_cache", "data_cache_path"),
-        *("wandb_save_dir", "memory_snapshot_path"),
-    }
+    ["save", "tensorboard_dir", "metrics_file", "fp8_gain_cache", "data_cache_path", "wandb_save_dir", "memory_snapshot_path"]
 )
+_DATA = frozenset(["data_path", "train_data_path", "valid_data_path", "test_data_path", "tokenizer_model", "vocab_file", "merge_file"])
+# Files and folders whose paths may differ between machines: what a run writes, and data, whose content `check_same_data` compares.
+PLACES = _FREE | _DATA | {"record_precision"}
 READ_SECONDS = 10.0  # how long rank 0, which hosts the store, waits for the others to read why the run ends
 _LISTED = 4  # ranks that a message lists
 

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from typing import TextIO, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 FIRST_SECONDS, SECONDS = 1.0, 5.0
@@ -17,15 +17,14 @@ class Progress:
 
     Args:
         what: the work, such as `to-hf checkpoints`.
-        stream: to print to; stderr by default.
         first, seconds: time of the first line, and interval of the others.
 
     Attributes:
         what, done, total, unit: set by `begin` and `counted`; total is None if it is unknown.
     """
 
-    def __init__(self, what: str, stream: TextIO | None = None, first: float = FIRST_SECONDS, seconds: float = SECONDS) -> None:
-        self._stream, self._first, self._seconds = stream, first, seconds
+    def __init__(self, what: str, first: float = FIRST_SECONDS, seconds: float = SECONDS) -> None:
+        self._first, self._seconds = first, seconds
         self._ended = threading.Event()
         self.begin(what)
 
@@ -55,5 +54,5 @@ class Progress:
         while not self._ended.wait(wait):
             share = f" of {self.total:,} {self.unit} ({100 * self.done / max(self.total, 1):.0f} %)" if self.total else f" {self.unit}"
             done = f"{self.done:,}{share}, " if self.unit else ""
-            print(f"{self.what}: {done}{time.monotonic() - self._start:.0f} s", file=self._stream or sys.stderr, flush=True)
+            print(f"{self.what}: {done}{time.monotonic() - self._start:.0f} s", file=sys.stderr, flush=True)
             wait = self._seconds
