@@ -47,6 +47,7 @@ from msamp.numerics.tensor import PLAIN
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Fake = Callable[..., Any]
+Parts = Callable[..., tuple[Any, ...]]
 
 _LIBRARY = torch.library.Library("msamp", "DEF")
 _SLOTS, _THREE_SLOTS = ("amax_slot", "scale_inv_slot"), ("amax_slots", "scale_inv_slots")
@@ -87,7 +88,7 @@ def _unseen(x: object) -> bool:
     )
 
 
-def _operator(twin: Function, mutates: tuple[str, ...] = (), fake: Fake | None = None) -> Function:
+def _operator(twin: Function, mutates: tuple[str, ...] = (), fake: Fake | None = None, parts: Parts | None = None) -> Function:
     """Return the operator that `twin` defines, as a function. If only the kernel would see a call, the function skips torch's
     dispatcher, which took 25 of an operator's 93 us of host time (H200). An operator that changes more than its slots in place is always
     dispatched, since autograd must see the change.
@@ -96,6 +97,7 @@ def _operator(twin: Function, mutates: tuple[str, ...] = (), fake: Fake | None =
         twin: the definition, with the operator's name and the signature from which its schema follows.
         mutates: arguments that are changed in place.
         fake: the implementation for fake tensors; by default the twin.
+        parts: in place of `fake`, if the last result is column sums: the operator's arguments -> those of the kernel's `parts`.
     """
     name = twin.__name__
     _LIBRARY.define(name + torch.library.infer_schema(twin, mutates_args=mutates))
@@ -107,7 +109,7 @@ def _operator(twin: Function, mutates: tuple[str, ...] = (), fake: Fake | None =
 
     _LIBRARY.impl(name, on_cpu, "CPU")
     _LIBRARY.impl(name, on_cuda, "CUDA")
-    torch.library.register_fake(f"msamp::{name}", fake or twin, lib=_LIBRARY)
+    torch.library.register_fake(f"msamp::{name}", fake or (_fake_sums(twin, parts) if parts else twin), lib=_LIBRARY)
     operator = getattr(torch.ops.msamp, name).default
 
     if not set(mutates) <= {*_CHANNEL_SLOTS, *_THREE_SLOTS}:
@@ -150,12 +152,12 @@ def _in_parts(sums: torch.Tensor, twin: Callable[..., Any], *of: Any) -> torch.T
     return sums.new_empty((importlib.import_module(run.__module__).parts(*of), sums.shape[1]))
 
 
-def _fake_sums(twin: Callable[..., Any], of: Callable[..., tuple[Any, ...]]) -> Fake:
-    """Return the fake of an operator whose last result is column sums; `of`: its arguments -> the arguments of the kernel's `parts`."""
+def _fake_sums(twin: Callable[..., Any], parts: Parts) -> Fake:
+    """Return the fake of an operator whose last result is column sums."""
 
     def fake(*args: Any, **flags: Any) -> tuple[torch.Tensor, ...]:
         *others, sums = twin(*args, **flags)
-        return *others, _in_parts(sums, twin, *of(*args))
+        return *others, _in_parts(sums, twin, *parts(*args))
 
     return fake
 
@@ -174,29 +176,21 @@ def _fake_scaled_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **flags: Any) 
 accumulate = _operator(_accumulate.accumulate, mutates=("payload", "scale_inv", "draw"), fake=lambda *_: None)
 add_payload_ = _operator(_accumulate.add_payload_, mutates=("g",))
 activate = _operator(_activate.activate, mutates=_CHANNEL_SLOTS)
-activate_backward = _operator(
-    _activate.activate_backward,
-    mutates=_SLOTS,
-    fake=_fake_sums(_activate.activate_backward, lambda grad_a, y, kind, *_: (y.shape[0], kind)),
-)
+activate_backward = _operator(_activate.activate_backward, mutates=_SLOTS, parts=lambda grad_a, y, kind, *_: (y.shape[0], kind))
 amax = _operator(_amax.amax)
 attention_sink = _operator(_attention_sink.attention_sink)
 block_cast = _operator(_block_cast.block_cast, mutates=("amax_slot",))
 block_scaled_mm = _operator(_scaled_mm.block_scaled_mm, fake=_fake_scaled_mm)
 cast = _operator(_cast.cast)
 cast_columns = _operator(_cast_transpose.cast_columns)
-cast_transpose = _operator(
-    _cast_transpose.cast_transpose, mutates=_SLOTS, fake=_fake_sums(_cast_transpose.cast_transpose, lambda x, *_: (x.shape[0],))
-)
+cast_transpose = _operator(_cast_transpose.cast_transpose, mutates=_SLOTS, parts=lambda x, *_: (x.shape[0],))
 cast_transposed = _operator(_cast_transpose.cast_transposed)
 cross_entropy_ = _operator(_cross_entropy.cross_entropy_, mutates=("logits",))
 cross_entropy_of_parts_ = _operator(_cross_entropy.cross_entropy_of_parts_, mutates=("logits",))
 expert_cast = _operator(_expert_cast.expert_cast)
 expert_swiglu = _operator(_expert_swiglu.expert_swiglu, mutates=("amax_slot",))
 expert_swiglu_backward = _operator(
-    _expert_swiglu.expert_swiglu_backward,
-    mutates=("amax_slot",),
-    fake=_fake_sums(_expert_swiglu.expert_swiglu_backward, lambda grad_a, *_: (grad_a.shape[1],)),
+    _expert_swiglu.expert_swiglu_backward, mutates=("amax_slot",), parts=lambda grad_a, *_: (grad_a.shape[1],)
 )
 group_cast = _operator(_group_cast.group_cast)
 group_decode = _operator(_group_cast.group_decode)
@@ -217,15 +211,11 @@ normalize_transposed = _operator(_normalize.normalize_transposed)
 permute = _operator(_permute.permute)
 rotary_ = _operator(_rotary.rotary_, mutates=("qkv",))
 rotary_cast = _operator(_rotary.rotary_cast, mutates=_THREE_SLOTS)
-rotary_backward = _operator(
-    _rotary.rotary_backward, mutates=_SLOTS, fake=_fake_sums(_rotary.rotary_backward, lambda dq, dk, dv, cos, *_: (len(cos) * dq.shape[1],))
-)
+rotary_backward = _operator(_rotary.rotary_backward, mutates=_SLOTS, parts=lambda dq, dk, dv, cos, *_: (len(cos) * dq.shape[1],))
 scale_from_amax = _operator(_scale_from_amax.scale_from_amax)
 scaled_mm = _operator(_scaled_mm.scaled_mm, fake=_fake_scaled_mm)
 scaled_mm_ = _operator(_scaled_mm.scaled_mm_, mutates=("out",))
-sink_backward = _operator(
-    _attention_sink.sink_backward, mutates=_SLOTS, fake=_fake_sums(_attention_sink.sink_backward, lambda grad_o, *_: (len(grad_o),))
-)
+sink_backward = _operator(_attention_sink.sink_backward, mutates=_SLOTS, parts=lambda grad_o, *_: (len(grad_o),))
 sink_center_ = _operator(_attention_sink.sink_center_, mutates=("sink",))
 sink_merge = _operator(_attention_sink.sink_merge, mutates=_SLOTS)
 softmax_parts = _operator(_cross_entropy.softmax_parts)

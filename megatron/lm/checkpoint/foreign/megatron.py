@@ -15,8 +15,6 @@ from megatron.lm.config import Config, DataConfig, ModelConfig, OptimizerConfig,
 from megatron.lm.config.cli import section_from_dict
 from megatron.lm.config.sections.schema import flag
 
-_BATCH = "global_batch_size"
-
 
 def read_megatron(folder: Path, vocab_size: int, *, in_samples: bool, finetune: bool) -> tuple[dict[str, Any], TorchDist]:
     """Return the equivalent of our `checkpoint.json`, except for its `config`, for a checkpoint of Megatron-LM, and its tensors.
@@ -146,7 +144,7 @@ def _optimizer(common: Mapping[str, Any], in_samples: bool) -> dict[str, Any]:
 
 def _samples_per_step(args: Mapping[str, Any], consumed: int, iteration: int) -> int:
     """Return the samples per iteration of a run with a constant batch size."""
-    return args.get(_BATCH) or max(1, consumed // max(1, iteration))
+    return args.get("global_batch_size") or max(1, consumed // max(1, iteration))
 
 
 def _schedule(common: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -178,28 +176,21 @@ def differing(args: Mapping[str, Any], model: ModelConfig, free: Collection[str]
 
     The settings in `free` may differ.
     """
-    expected: dict[str, Any] = {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_attention_heads,
+    now = asdict(model) | {
         "ffn_hidden_size": model.ffn_size,
         "kv_channels": model.head_size,
-        "normalization": model.normalization,
-        "swiglu": model.swiglu,
-        "squared_relu": model.squared_relu,
-        "qk_layernorm": model.qk_layernorm,
-        "position_embedding_type": model.position_embedding_type,
-        "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
+        "max_position_embeddings": model.max_positions,
     }
+    names = ["num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "normalization", "swiglu"]
+    names += ["squared_relu", "qk_layernorm", "position_embedding_type", "untie_embeddings_and_output_weights"]
     if model.position_embedding_type == "rope":
-        expected |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent, "use_rope_scaling": model.use_rope_scaling}
-        expected |= {"rope_scaling_factor": model.rope_scaling_factor} if model.use_rope_scaling else {}
+        names += ["rotary_base", "rotary_percent", "use_rope_scaling", *(["rope_scaling_factor"] if model.use_rope_scaling else [])]
     if model.position_embedding_type == "learned_absolute":
-        expected["max_position_embeddings"] = model.max_positions
+        names.append("max_position_embeddings")
     mismatches = [
-        _mismatch(name, value, args[name])
-        for name, value in expected.items()
-        if name not in free and args.get(name) is not None and args[name] != value
+        _mismatch(name, now[name], args[name])
+        for name in names
+        if name not in free and args.get(name) is not None and args[name] != now[name]
     ]
     factor, name = args.get("rotary_seq_len_interpolation_factor"), "rotary_seq_len_interpolation_factor"
     if model.position_embedding_type == "rope" and (model.rotary_seq_len_interpolation_factor or 1) != (factor or 1) and name not in free:
