@@ -1,5 +1,4 @@
-"""One CSV row per measurement: every speed or memory number of the project is in `tools/bench/results/`, with the machine it was measured
-on."""
+"""One CSV row per measurement: every speed or memory number of the project is in `tools/bench/results/`, with its machine."""
 
 import argparse
 import csv

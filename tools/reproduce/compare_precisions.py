@@ -18,13 +18,12 @@ With --processes N each run is N processes on as many GPUs, data-parallel unless
     ... --processes 2 --precisions bf16 O3 --flags "--tensor-model-parallel-size 2 --sequence-parallel" --no-speed
 
 Processes of a run wait for one another, on shared GPUs for each other's time slices too, so let few runs share them.
-
 Pairs of seeds as time permits, added to those on file (--seconds: no run starts that would end later than the longest one took; call again
 with another --out on another machine, and copy its two files over those on file):
 
     ... --precisions bf16 O3 --seeds bf16=10 O3=10 --no-speed --seconds 500 --on-file tools/reproduce/results/long_100m
 
-Writes precisions.csv (`COLUMNS`) and curves.csv of the complete runs, with those on file, to --out after each run, and lists the others.
+Writes precisions.csv (`on_file`: runs of --on-file, perhaps of other commits) and curves.csv of complete runs, and lists the others.
 """
 
 import argparse
@@ -238,11 +237,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--flags", default="", help="more flags of msamp pretrain, for every run")
     parser.add_argument("--commit", help="commit hash to record if this tree is not a git checkout")
     options = parser.parse_args(argv)
+    options.command = shlex.join(["python", "tools/reproduce/compare_precisions.py", *(sys.argv[1:] if argv is None else argv)])
     options.end = time.monotonic() + options.seconds if options.seconds else math.inf
     seeds = seeds_of(options.seeds)
     cards(options.processes)  # refuse too many before anything runs
-    if options.on_file:
-        restore(options.on_file / "curves.csv", options.out)
+    options.restored = restore(options.on_file / "curves.csv", options.out) if options.on_file else set()
     jobs = {p: [job_of(p, number, options.steps, options.processes) for number in seeds.get(p, range(1))] for p in options.precisions}
     alone = alone_of(jobs, options)
     by_seed = itertools.chain.from_iterable(itertools.zip_longest(*jobs.values()))
@@ -275,8 +274,8 @@ def alone_of(jobs: Mapping[str, Sequence[Job]], options: argparse.Namespace) -> 
     return {p: job_of(p, "alone", options.speed_steps, options.processes) if short else of_precision[0] for p, of_precision in jobs.items()}
 
 
-def restore(curves: Path, out: Path) -> None:
-    """Write the metrics of the runs in a curves.csv to --out, unless they are there; a missing file has none."""
+def restore(curves: Path, out: Path) -> set[str]:
+    """Write the metrics of the runs in a curves.csv to --out, unless they are there, and return their names; a missing file has none."""
     lines: dict[str, list[str]] = {}
     for row in read(str(curves.resolve())) if curves.is_file() else ():
         numbers = {name: float(value) for name, value in row.items() if name not in ("run", "kind") and value}
@@ -286,6 +285,7 @@ def restore(curves: Path, out: Path) -> None:
         if not file.is_file():
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text("".join(some), encoding="utf-8")
+    return set(lines)
 
 
 def folder_of(precision: str) -> str:
@@ -300,7 +300,7 @@ def write(jobs: Mapping[str, Sequence[Job]], alone: Mapping[str, Job], options: 
         return read_run(job.name, options.out / job.name / "metrics.jsonl")
 
     runs = {precision: {job.seed: metrics(job) for job in of_precision} for precision, of_precision in jobs.items()}
-    where = rows.machine(options.commit)
+    where = rows.machine(options.commit) | {"command": options.command}
     if options.processes > 1:
         where["gpu"] = f"{options.processes} x {where['gpu']}"
     base, timed = runs.get("bf16", {}), not options.no_speed
@@ -308,7 +308,8 @@ def write(jobs: Mapping[str, Sequence[Job]], alone: Mapping[str, Job], options: 
         precision: metrics(alone[precision]) if timed else next(iter(of_precision.values())) for precision, of_precision in runs.items()
     }
     table = [where | row_of(precision, of_precision, speed[precision], base, timed=timed) for precision, of_precision in runs.items()]
-    rows.write(options.out / "precisions.csv", list(table[0]), table)
+    on_file = {precision: sum(job.name in options.restored for job in of_precision) for precision, of_precision in jobs.items()}
+    rows.write(options.out / "precisions.csv", [*table[0], "on_file"], [row | {"on_file": on_file[row["precision"]]} for row in table])
     print("| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS), sep="\n")
     for row in table:
         print("| " + " | ".join(str(row[column]) for column in COLUMNS) + " |")

@@ -54,7 +54,7 @@ def test_the_table_by_hand_and_what_is_kept(tmp_path: Path, monkeypatch: pytest.
     assert [first[column] for column in COLUMNS] == ["bf16", "2", "4.1", "4.0", "4.2", "+0.00 %", "0.00 %", "250", "3", "6.0"]
     assert [second[column] for column in COLUMNS[:7]] == ["O2", "1", "4.3", "4.3", "4.3", "+7.50 %", ""]
     told = capsys.readouterr().out
-    assert "| O2 | 1 | 4.3 |" in told
+    assert (first["command"].rpartition("compare_precisions.py ")[2], "| O2 | 1 | 4.3 |" in told) == (" ".join(arguments), True)
     assert "O2 against bf16: +0.3000 nats per token, +7.50 %, one seed, no interval: not shown" in told
     assert compare_precisions.main([*arguments, "--at-once", "2"]) == 0
     assert started[3:] == ["bf16_alone", "O2_alone"]
@@ -77,7 +77,7 @@ def test_pairs_are_added_to_those_on_file_while_time_permits(tmp_path: Path, mon
     assert started == ["bf16_0", "O3_0"]
     assert compare_precisions.main(["--out", str(second), *arguments, "--on-file", str(first)]) == 0
     assert started[2:] == ["bf16_1", "O3_1", "bf16_2", "O3_2"]
-    assert [row["seeds"] for row in tables.read(str(second / "precisions.csv"))] == ["3", "3"]
+    assert [(row["seeds"], row["on_file"]) for row in tables.read(str(second / "precisions.csv"))] == [("3", "1"), ("3", "1")]
     assert {row["run"] for row in tables.read(str(second / "curves.csv"))} == {f"{name}_{k}" for name in ("bf16", "O3") for k in range(3)}
     monkeypatch.setitem(tables.FOLDERS, "reproduce", str(tmp_path))
     monkeypatch.setitem(queries.QUERIES, "long_125m", queries.QUERIES["long_125m"] | {"folder": "reproduce/second"})
