@@ -22,17 +22,17 @@ from msamp.numerics.formats import Format
 
 NEAR = 1 / 16  # limit of the mean change over abs(x) 2^-mantissa, which is about 0.18 for values not computed from the stored ones
 HALF = 0.5
-_LOADING: contextvars.ContextVar[bool] = contextvars.ContextVar("loading", default=False)
+LOADING: contextvars.ContextVar[bool] = contextvars.ContextVar("loading", default=False)
 
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Context in which copies do not warn: they come from a checkpoint, which may contain exactly the stored values."""
-    token = _LOADING.set(True)
+    """Context in which copies do not warn or reset scales: they come from a checkpoint, which may contain exactly the stored values."""
+    token = LOADING.set(True)
     try:
         yield
     finally:
-        _LOADING.reset(token)
+        LOADING.reset(token)
 
 
 def warn_if_copy_lost(operation: str, fmt: Format, before: torch.Tensor, given: torch.Tensor, after: torch.Tensor) -> None:
@@ -44,7 +44,7 @@ def warn_if_copy_lost(operation: str, fmt: Format, before: torch.Tensor, given: 
         before, after: FP32, the stored values before and after the copy.
         given: the copied values, of any float dtype and the same shape.
     """
-    if _LOADING.get() or not before.numel() or _capturing(before):
+    if LOADING.get() or not before.numel() or _capturing(before):
         return
     change = given.to(before.device, torch.float32) - before
     if given.dtype.itemsize == 2:

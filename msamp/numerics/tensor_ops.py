@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from msamp.numerics.lost_writes import warn_if_copy_lost, warn_if_lost, warn_of_rounding
+from msamp.numerics.lost_writes import LOADING, warn_if_copy_lost, warn_if_lost, warn_of_rounding
 
 if TYPE_CHECKING:
     from msamp.numerics.tensor import ScalingTensor
@@ -117,7 +117,7 @@ def _changed(x: "ScalingTensor") -> "ScalingTensor":
     # Torch does not count versions below autograd, and layers detect changed weights by the payload's version.
     torch.autograd.graph.increment_version(x.payload)
     watcher = _WATCHES.get(x.payload, lambda: None)()
-    if watcher is not None:
+    if watcher is not None and not LOADING.get():  # the scales are loaded too, or reset, and may be those in the state
         watcher.weight_was_written()
     return x
 

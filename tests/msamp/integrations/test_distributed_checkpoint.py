@@ -83,23 +83,23 @@ def load(pair: Any, folder: str, **options: bool) -> Any:
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_run_continues_with_the_same_bits_on_one_process(level, tmp_path: Path):
     pair = plain(level)
-    train(pair, range(3))
+    train(pair, range(17))
     dcp.save(states(pair), checkpoint_id=tmp_path / "sync")
     dcp.save(states(pair), checkpoint_id=tmp_path / "second call")
     waiting = dcp.async_save(states(pair), checkpoint_id=tmp_path / "async") if torch.distributed.is_initialized() else None
     full = copy.deepcopy(states(pair, full_state_dict=True))
     file = io.BytesIO()
     torch.save(pickle.loads(pickle.dumps(full)) if level != "coat" else full, file)  # plain pickle cannot read float8
-    here = train(pair, range(3, 6))
+    here = train(pair, range(17, 20))
     assert waiting is None or waiting.result()
     for folder in ("sync", "second call"):
-        assert train(load(plain(level, 5), str(tmp_path / folder)), range(3, 6)) == here
+        assert train(load(plain(level, 5), str(tmp_path / folder)), range(17, 20)) == here
     file.seek(0)
     for whole in (full, torch.load(file, weights_only=False)):
         other = plain(level, 5)
         options = StateDictOptions(full_state_dict=True)
         set_state_dict(*other, model_state_dict=whole["model"], optim_state_dict=whole["optim"], options=options)
-        assert train(other, range(3, 6)) == here
+        assert train(other, range(17, 20)) == here
     if level != "coat":  # a plain model reads the files too
         state = {"model": net(7).state_dict()}
         dcp.load(state, checkpoint_id=tmp_path / "sync", planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
@@ -119,13 +119,13 @@ def each_way(level: str, folder: str) -> dict[str, object]:
 
 def one_way(begin: Any, folder: str) -> dict[str, object]:
     pair, found = begin(0), {}
-    train(pair, range(3))
+    train(pair, range(17))
     dcp.save(states(pair), checkpoint_id=f"{folder}/sync")
     dcp.async_save(states(pair), checkpoint_id=f"{folder}/async").result()
     full = copy.deepcopy(states(pair, full_state_dict=True))  # plain weights alias the model's
-    here = train(pair, range(3, 6))
+    here = train(pair, range(17, 20))
     for way in ("sync", "async"):
-        found[way] = train(load(begin(5), f"{folder}/{way}"), range(3, 6)) == here
+        found[way] = train(load(begin(5), f"{folder}/{way}"), range(17, 20)) == here
     other, options = begin(5), StateDictOptions(full_state_dict=True)
     if "fsdp" in folder:
         with pytest.raises(ValueError, match=r"fsdp\.load_model"):
@@ -134,7 +134,7 @@ def one_way(begin: Any, folder: str) -> dict[str, object]:
         set_optimizer_state_dict(*other, full["optim"], options=options)
     else:
         set_state_dict(*other, model_state_dict=full["model"], optim_state_dict=full["optim"], options=options)
-    found["full"] = train(other, range(3, 6)) == here
+    found["full"] = train(other, range(17, 20)) == here
     return found
 
 
