@@ -10,7 +10,7 @@ import logging
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -401,7 +401,7 @@ class LoopOptimizer(LowPrecisionOptimizer):
         wide = {_IN_BF16: self.in_bf16} if self.in_bf16 else {}
         return {**packed, **elsewhere, **wide, "state": packed_names(packed["state"])}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
         """Like the base class's; states of torch's AdamW, Adam, SGD and Muon and of other recipes are converted to its formats. With an
         `fp8_min_gain`, the layers that computed in BF16 do so again.
 
@@ -416,7 +416,7 @@ class LoopOptimizer(LowPrecisionOptimizer):
                 "this state dict has no states, since under ZeRO only the group's first rank returns them; load the first rank's on "
                 "every rank"
             )
-        super().load_state_dict(in_own_formats(self, {**state_dict, "state": unpacked_names(state_dict["state"])}))
+        super()._load(in_own_formats(self, {**state_dict, "state": unpacked_names(state_dict["state"])}))
         if wide is not None:
             self.in_bf16 = dict(wide)
             self.scaling.compute_in_bf16(self.in_bf16)

@@ -37,9 +37,8 @@ from msamp.optim.updates import format_names
 
 ACCEPTED = {"Adam": None, "AdamW": None, "SGD": "sgd-momentum", "Muon": "muon"}  # class in torch.optim -> update; None: the recipe's
 _GRAD_FORMATS = tuple(fmt.name for fmt in ALL_FORMATS)
-_UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "capturable")
 _RETIRED = "_msamp_retired"  # attribute of an optimizer that was replaced
-_TORCH_ONLY = {*_UNSUPPORTED, "params", "foreach", "fused", "decoupled_weight_decay"}
+_TORCH_ONLY = {*updates.UNSUPPORTED, "params", "foreach", "fused", "decoupled_weight_decay"}
 
 
 def chosen_recipe(
@@ -89,8 +88,8 @@ def update_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> s
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Raise a ValueError if the optimizer's class is not in `ACCEPTED`, it was already replaced, or the recipe's updates do not support its
-    options or parameters."""
+    """Raise a ValueError if the optimizer's class is not in `ACCEPTED`, it was already replaced, it has hooks, or the recipe's updates do
+    not support its options or parameters."""
     kind = type(optimizer).__name__
     if kind not in ACCEPTED or vars(torch.optim).get(kind) is not type(optimizer):  # torch.optim.Muon exists since torch 2.9
         raise ValueError(
@@ -99,10 +98,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
         )
     if getattr(optimizer, _RETIRED, False):
         raise ValueError("this optimizer was replaced by an earlier msamp.initialize; build a new one from model.parameters()")
+    if any(hooks for name, hooks in vars(optimizer).items() if name.startswith("_optimizer_") and name.endswith("_hooks")):
+        raise ValueError("the optimizer has hooks, which would no longer run; register them on the optimizer that is returned")
     for group in optimizer.param_groups:
-        for option in _UNSUPPORTED:
-            if group.get(option):
-                raise ValueError(f"optimizer option {option}=True is not available in low precision; build the optimizer without it")
+        updates.check_options(group)
         name = update_name(optimizer, group)
         if name is not None and recipe.states.update != FP32_STATES.update:
             raise ValueError(
@@ -128,7 +127,7 @@ def parameter_groups(optimizer: torch.optim.Optimizer, model: nn.Module, recipe:
     groups: list[dict[str, Any]] = []
     for number, group in enumerate(optimizer.param_groups):
         params = list(group["params"])
-        common = {k: v for k, v in group.items() if k not in _TORCH_ONLY} | {"lr": float(group["lr"])}
+        common = {k: v for k, v in group.items() if k not in _TORCH_ONLY}
         common["formats"] = [parameter_formats(p, recipe, update_name(optimizer, group)) for p in params]
         common.setdefault("param_names", [names.get(id(p), f"parameter {i} of group {number}") for i, p in enumerate(params)])
         groups.append({"params": params, "decoupled": is_decoupled(optimizer, group), **common})
@@ -160,7 +159,7 @@ def check_groups(optimizers: Sequence[torch.optim.Optimizer], linear: Collection
         for group in optimizer.param_groups:
             name = update_name(optimizer, group)
             formats = [recipe.formats_of("linear" if p in linear else parameter_kind(p)) for p in group["params"]]
-            trial = {k: v for k, v in group.items() if k not in _TORCH_ONLY} | {"lr": float(group["lr"])}
+            trial = {k: v for k, v in group.items() if k not in _TORCH_ONLY}
             trial["formats"] = [states if name is None else states.varied(update=name) for states in formats]
             trial["params"], trial["decoupled"] = list(group["params"]), is_decoupled(optimizer, group)
             LowPrecisionOptimizer([trial])

@@ -38,17 +38,7 @@ from msamp.optim.decision import GradientDecision, LossScale, decide, measure, w
 from msamp.optim.device_copy import DeviceCopy
 from msamp.optim.masters import follow_states_, version_of
 from msamp.optim.shard import Holding, Shard
-from msamp.optim.states import (
-    begun,
-    check_state,
-    copy_of_rows,
-    give_keys,
-    is_own_master,
-    local,
-    parameter_names,
-    saved_states,
-    take_groups,
-)
+from msamp.optim.states import begun, check_state, copy_of_rows, give_keys, is_own_master, local, parameter_names, saved_states, take_groups
 from msamp.optim.update_batches import KeptAmaxes, update_batches
 from msamp.optim.updates import StepInputs, Update, UpdateBatch, formats_of, named_formats, take_options, updates_of
 
@@ -393,6 +383,15 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             ValueError: if the saved states do not match this optimizer: names or number of parameters, states, shapes, formats, or values
                 that a state cannot hold. Nothing has changed then.
         """
+        state_dict = dict(state_dict)
+        for change in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = change(self, state_dict) or state_dict
+        self._load(state_dict)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
+        """Do the work of `load_state_dict`, without torch's hooks."""
         states, names = saved_states(self, state_dict, "formats"), parameter_names(self)
         for whole in self._whole():
             if whole.index in states:
@@ -401,6 +400,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             for update in updates_of(group):
                 update.check_numbers({**group, **saved})
         take_groups(self, state_dict)
+        self._forget()
         for number, group in enumerate(self.param_groups):
             group["formats"] = named_formats(group["formats"], len(group["params"]))
             give_keys(group, number, self.seed)

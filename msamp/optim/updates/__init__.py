@@ -44,11 +44,12 @@ from msamp.optim.updates.update import (
 )
 
 __all__ = [
-    "MASTER", "WEIGHT", "Formats", "State", "StepInputs", "Update", "UpdateBatch", "by_name", "expected_states",
+    "MASTER", "WEIGHT", "Formats", "State", "StepInputs", "Update", "UpdateBatch", "by_name", "check_options", "expected_states",
     "format_names", "formats_of", "kept_states", "named_formats", "own_keys", "register", "remainders", "take_options", "update_of",
     "updates_of",
 ]  # fmt: skip
 
+UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "capturable")  # options of torch's optimizers
 _KNOWN: dict[str, Update] = {
     "fp32": AdamW("fp32", (MASTER, *MOMENTS), kept=("exp_avg", "exp_avg_sq")),
     "sgd": SGD("sgd", (MASTER,)),
@@ -96,6 +97,13 @@ def updates_of(group: Mapping[str, Any]) -> list[Update]:
     return [by_name(name) for name in dict.fromkeys(formats["update"] for formats in (given if isinstance(given, list) else [given]))]
 
 
+def check_options(group: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a parameter group sets an option that no update supports."""
+    for option in UNSUPPORTED:
+        if group.get(option):
+            raise ValueError(f"optimizer option {option}=True is not available in low precision; build the optimizer without it")
+
+
 def take_options(param_group: dict[str, Any], defaults: Mapping[str, Any]) -> set[str]:
     """Add the missing options of its updates to a new parameter group: the optimizer's defaults if its update has the same options,
     otherwise the update's own defaults.
@@ -106,6 +114,7 @@ def take_options(param_group: dict[str, Any], defaults: Mapping[str, Any]) -> se
     Raises:
         ValueError: if a number is out of range, or the group has an option that none of its updates accepts.
     """
+    check_options(param_group)
     own = by_name(defaults["formats"].update)
     chosen, usual = updates_of(param_group) or [own], own.options().keys()  # a group without parameters has no update
     foreign = usual - {name for update in chosen for name in update.options()}

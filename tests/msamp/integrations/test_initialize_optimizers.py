@@ -107,6 +107,8 @@ def test_what_cannot_be_is_refused_before_a_layer_is_converted():
     model = mlp()
     muon, adamw = of_torch("muon", model)
     sgd, bf16 = of_torch("sgd", model), mlp().bfloat16()
+    hooked = of_torch("plain", model)[0]
+    hooked.register_step_post_hook(lambda *_: None)
     cases = [
         (model, muon, "O2", r"torch.optim.Muon leaves out 4 parameters \(0.bias, .*pass their optimizer too"),
         (model, [muon, adamw, *sgd], "O2", "a parameter is in two of the given optimizers"),
@@ -114,6 +116,7 @@ def test_what_cannot_be_is_refused_before_a_layer_is_converted():
         (model, sgd, "coat", "m is coat-e4m3, which has no scale per tensor"),
         (bf16, of_torch("sgd", bf16), "collage-plus", "requires AdamW with BF16 arithmetic, but the optimizer is a SGD"),
         (model, torch.optim.SGD(model.parameters(), maximize=True), "O2", "optimizer option maximize=True"),
+        (model, hooked, "O2", "has hooks, .*; register them on the optimizer that is returned"),
     ]
     for module, given, of, message in cases:
         with pytest.raises(ValueError, match=message):

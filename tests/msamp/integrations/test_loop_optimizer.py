@@ -81,10 +81,12 @@ def test_the_given_optimizer_s_step_raises_and_names_the_way_out():
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_scheduler_of_the_given_optimizer_sets_the_rates_of_the_returned_one(when, loaded):
-    old = adamw(model := net(), lr=1.0)
+    old = adamw(model := net(), lr=torch.tensor(1.0) if loaded else 1.0)
+    rate = old.param_groups[0]["lr"]
     schedule = torch.optim.lr_scheduler.ExponentialLR(old, 0.5) if when == "before" else None
     low, optimizer = msamp.initialize(model, old)
     schedule = schedule or torch.optim.lr_scheduler.ExponentialLR(old, 0.5)
+    assert optimizer.param_groups[0]["lr"] is rate, "a tensor that its owner fills"
     if loaded:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     with warnings.catch_warnings():

@@ -12,15 +12,7 @@ from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, FP16,
 from msamp.numerics.recipe import FP32_STATES, O1, O2, O3, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.optimizer import LowPrecisionOptimizer
-from msamp.optim.states import (
-    begun,
-    check_state,
-    expected_moment,
-    parameter_names,
-    payload,
-    saved_states,
-    take_groups,
-)
+from msamp.optim.states import begun, check_state, expected_moment, parameter_names, payload, saved_states, take_groups
 
 
 def trained(**options) -> torch.optim.SGD:
@@ -43,9 +35,19 @@ def test_states_come_back_as_they_were_saved_by_number_of_parameter_and_the_grou
     assert len(optimizer.state) == 2
     groups = list(optimizer.param_groups)
     take_groups(optimizer, saved)
-    assert not optimizer.state
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
     assert all(group is known for group, known in zip(optimizer.param_groups, groups, strict=True)), "a scheduler holds them"
+
+
+def test_hooks_of_loading_see_the_whole_state_and_may_replace_it():
+    optimizer, seen = LowPrecisionOptimizer([p := nn.Parameter(torch.ones(3))]), []
+    p.grad = torch.ones(3)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: {**state, "state": {0: state["states"][0]}})
+    optimizer.register_load_state_dict_post_hook(lambda own: seen.append(own.state[p]["exp_avg"].clone()))
+    optimizer.load_state_dict({"states": saved["state"], "param_groups": saved["param_groups"]})
+    assert seen[0].equal(saved["state"][0]["exp_avg"])
 
 
 def test_another_option_is_refused_before_anything_changes():

@@ -14,13 +14,7 @@ from msamp.numerics.recipe import FP32_STATES, O2
 from msamp.numerics.scaling import scale_from_amax
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.optimizer import LowPrecisionOptimizer
-from msamp.optim.states import (
-    as_stored,
-    begun,
-    by_key,
-    make_master,
-    own_values,
-)
+from msamp.optim.states import as_stored, begun, by_key, make_master, own_values
 
 # ---------------------------------------------------------------------------------------------------------------- plain
 

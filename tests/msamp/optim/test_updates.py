@@ -79,6 +79,8 @@ def test_an_update_in_bf16_takes_nothing_else():
         ValueError, match="update 'plus' computes in BF16, but the formats are master bf16, grad bf16, m bf16, v fp32; set all four"
     ):
         LowPrecisionOptimizer([p], formats=replace(FOUR_BF16, v=FP32))
+    with pytest.raises(ValueError, match="optimizer option maximize=True is not available"):
+        LowPrecisionOptimizer([{"params": [p], "maximize": True}])
     with pytest.raises(ValueError, match="decoupled is False; update 'plus' only supports decoupled decay"):
         LowPrecisionOptimizer([p], formats=FOUR_BF16, decoupled=False)
     for wrong, kind in (
