@@ -89,14 +89,21 @@ class ChannelSlots(NamedTuple):
 
 
 class KeepsDtypes(nn.Module):
-    """A module whose buffers move with the model, but keep their dtype under `model.bfloat16()`."""
+    """A module whose buffers move with the model, but keep their dtype under `model.bfloat16()`. `model.to_empty` resets those on meta."""
+
+    def reset(self) -> None:
+        """Give the buffers the values of a new module."""
+        raise NotImplementedError
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         def keep_dtype(x: torch.Tensor) -> torch.Tensor:
             moved = fn(x)
             return moved if moved.dtype == x.dtype else x.to(moved.device)
 
+        on_meta = any(x.is_meta for x in self.buffers(recurse=False))
         super()._apply(keep_dtype, recurse)
+        if on_meta and not any(x.is_meta for x in self.buffers(recurse=False)):
+            self.reset()  # only `to_empty` leaves the meta device, with whatever was in the memory
         return self
 
 

@@ -10,6 +10,7 @@ from msamp.nn.cast_checks import check_smooth
 from msamp.nn.linear import FP8Linear
 from msamp.nn.transformer_block import TransformerBlock
 from msamp.numerics.recipe import Recipe
+from msamp.numerics.stochastic_rounding import unwrapped
 
 Filter = Callable[[str, nn.Linear], bool]
 
@@ -47,7 +48,7 @@ def why_refused(accept: Filter, name: str, layer: nn.Linear) -> str:
 def exclude_names(*patterns: str) -> Filter:
     """Reject layers whose dotted name contains a match of any of the regular expressions."""
     compiled = [re.compile(p) for p in patterns]
-    return Named(lambda name, layer: not any(p.search(name) for p in compiled), "its name is excluded")
+    return Named(lambda name, layer: not any(p.search(unwrapped(name)) for p in compiled), "its name is excluded")
 
 
 def include_names(*patterns: str) -> Filter:

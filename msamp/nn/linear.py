@@ -46,7 +46,7 @@ from msamp.nn.parameter_swap import apply_
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.lost_writes import loading
 from msamp.numerics.recipe import O2, Gemms, Recipe
-from msamp.numerics.stochastic_rounding import off_ties
+from msamp.numerics.stochastic_rounding import off_ties, unwrapped
 from msamp.numerics.tensor import ScalingTensor, not_exportable
 from msamp.numerics.tensor_ops import watch
 
@@ -63,7 +63,7 @@ def check_plain(values: torch.Tensor, name: str) -> None:
 def check_finite(values: torch.Tensor, name: str) -> None:
     """Raise a ValueError that names the weight if any value is NaN or infinite, or as `check_plain`."""
     check_plain(values, name)
-    bad = int((~torch.isfinite(values.detach())).sum())
+    bad = 0 if values.is_meta else int((~torch.isfinite(values.detach())).sum())
     if bad:
         raise ValueError(f"{name} holds {bad} values that are NaN or infinite; a weight must be finite: check the checkpoint it came from")
 
@@ -76,11 +76,11 @@ def scaling_parameter(values: torch.Tensor, recipe: Recipe, requires_grad: bool 
     """
     check_finite(values, name or "weight")
     moved = values
-    if name and requires_grad and recipe.gemm is not None and recipe.weight == recipe.states.master:
-        moved = off_ties(values, recipe.gemm.weight, recipe.weight, name)
+    if name and requires_grad and recipe.gemm is not None and recipe.weight == recipe.states.master and not values.is_meta:
+        moved = off_ties(values, recipe.gemm.weight, recipe.weight)
     stored = ScalingTensor.quantize(moved.contiguous(), recipe.weight, dtype=values.dtype)
     if name:
-        stored.label = name
+        stored.label = unwrapped(name)
     return nn.Parameter(stored, requires_grad)
 
 
@@ -139,7 +139,7 @@ class Loading(nn.Module):
                 if not isinstance(given, ScalingTensor):  # as a checkpoint of MS-AMP's is
                     check_finite(given, key)
                     if own.payload.itemsize == 2 and own.requires_grad:
-                        given = state_dict[key] = off_ties(given, self.scaling.gemm.weight, own.format, own.label)
+                        given = state_dict[key] = off_ties(given, self.scaling.gemm.weight, own.format)
                     if local_metadata.get("assign_to_params_buffers"):
                         state_dict[key] = ScalingTensor.quantize(given, own.format, dtype=own.dtype)
                 if not any(each.startswith(f"{prefix}scaling.") for each in state_dict):

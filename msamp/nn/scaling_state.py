@@ -18,6 +18,7 @@ from msamp.numerics.formats import Format
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.recipe import Cast, Gemms
 from msamp.numerics.scaling import Scaling, inverse
+from msamp.numerics.stochastic_rounding import unwrapped
 from msamp.numerics.tensor import ScalingTensor
 
 INPUT, GRAD_OUTPUT, WIRE = 0, 1, 2  # rows of a layer's buffers
@@ -66,6 +67,12 @@ class TensorScales(KeepsDtypes):
         self.checks: dict[int, Watch] = {}
         self.sums: dict[str, Mapping[str, torch.Tensor]] = {}
         self._known_slots: dict[bool, tuple[tuple[bool, ...], tuple[torch.Tensor | None, ...], tuple[CastScales, ...]]] = {}
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        for name, x in self._buffers.items():
+            x.fill_(1 if name.startswith("scale") else 0)  # type: ignore[union-attr]
+        self._count(0)
 
     def _count(self, steps: int) -> None:
         steps = min(steps, self.window)
@@ -182,8 +189,7 @@ class LinearScaling(TensorScales):
     def weight_was_written(self) -> None:
         """Restart the windows, because something other than the optimizer wrote the layer's weight, whose amaxes others do not predict.
         Averaged models (torch's AveragedModel with `use_buffers`) also mix `scale` and `history` of several steps."""
-        self.seen.zero_()
-        self._count(0)
+        self.reset()
         if self.channels is not None:
             self.channels.reset()
 
@@ -276,7 +282,7 @@ class ScalingState:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = dict(model.named_modules())
+        modules = {unwrapped(name): module for name, module in model.named_modules()}
         self._every = {name: module for name, module in modules.items() if isinstance(module, TensorScales) and module.window}
         self.linears = {name.removesuffix(".scaling"): module for name, module in modules.items() if isinstance(module, LinearScaling)}
         casts = {layer.described for layer in self._every.values() if isinstance(layer, LinearScaling)}

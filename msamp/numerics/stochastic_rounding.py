@@ -44,6 +44,11 @@ MULTIPLIERS = {name: tuple(pow(SPREAD, LANES * i + lane + 1, 2**32) for lane in 
 _PART = 2**22  # elements at a time: a few INT32 temporaries of 16 MiB
 
 
+def unwrapped(name: str) -> str:
+    """Return a name in a model without the parts that torch.compile and checkpoint_wrapper add, which a resumed run may not have."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
 def tensor_key(seed: int, name: str, *coordinates: int) -> int:
     """Return the key of a tensor's thresholds: 64 bits, as a signed integer.
 
@@ -52,7 +57,7 @@ def tensor_key(seed: int, name: str, *coordinates: int) -> int:
         name: of the parameter in the whole model, the same on all ranks that hold a copy of it.
         coordinates: distinguish shards of one parameter that count their elements from 0, such as the tensor-parallel rank.
     """
-    text = " ".join([str(seed), name, *map(str, coordinates)])
+    text = " ".join([str(seed), unwrapped(name), *map(str, coordinates)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
@@ -145,7 +150,7 @@ def cast_stochastically(
     return out.view(x.shape)
 
 
-def off_ties(values: torch.Tensor, to: "Cast", master: Format, name: str) -> torch.Tensor:
+def off_ties(values: torch.Tensor, to: "Cast", master: Format) -> torch.Tensor:
     """Return a weight from a BF16 checkpoint in FP32, with values midway between two FP8 codes moved toward the code they are cast to.
 
     That is one in 16, and half of these codes would change in the first step along the gradient, however small. Each moves by whole steps
@@ -155,18 +160,19 @@ def off_ties(values: torch.Tensor, to: "Cast", master: Format, name: str) -> tor
     Args:
         values: finite, any shape and float dtype.
         to, master: the cast to the codes, and the format in which the result will be stored.
-        name: of the weight in the model, with its offset if it is a shard. The draw depends on it and on each value's index alone.
+
+    The draw depends on a value and its index alone: a weight's name would change with wrappers such as torch.compile's.
     """
     moved = values.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     parts, fmt = moved.view(torch.int32).view(-1).split(_PART), to.format
     if isinstance(to.scaling, Exact) or any(bool((part & 0xFFFF).any()) for part in parts):
         return values
-    scale, key = scale_from_amax(TENSORWISE.amax(moved), fmt.max), tensor_key(0, f"ties of {name}")
+    scale = scale_from_amax(TENSORWISE.amax(moved), fmt.max)
     half, unit = 1 << (22 - fmt.mantissa_bits), 1 << (23 - master.mantissa_bits)
     for number, part in enumerate(parts):
         x = part.view(torch.float32).abs() * scale
         bits = (x + (x < fmt.tiny).float() * fmt.tiny).view(torch.int32)  # from `tiny` on, FP32 has the spacing of subnormal codes
         (at,) = torch.where((bits & (2 * half - 1)) == half)
-        steps = ((hashes(key, at + number * _PART) >> 17) & 0x7FFF) // unit * unit
+        steps = ((hashes(0, (part[at].long() << 32) + at + number * _PART) >> 17) & 0x7FFF) // unit * unit
         part[at] += torch.where((bits[at] & (2 * half)) > 0, steps, -steps)  # away from zero if the lower code is odd
     return moved

@@ -12,6 +12,7 @@ split a state into its tensors, `as_stored` combines them.
 The master weight is the parameter itself if that is stored in the master's format, otherwise a copy in the optimizer state.
 """
 
+import copy
 import functools
 import math
 import warnings
@@ -24,7 +25,7 @@ import torch
 from msamp.numerics.formats import FP32, PLAIN_FP16, Format, of_dtype
 from msamp.numerics.range_expand import STATE_GROUP, Expanded
 from msamp.numerics.recipe import Cast
-from msamp.numerics.stochastic_rounding import off_ties, tensor_key
+from msamp.numerics.stochastic_rounding import off_ties, tensor_key, unwrapped
 from msamp.numerics.tensor import PLAIN, ScalingTensor, fp32_values
 
 # FP8-LM's Table 6, #3 and #4, both reproduced on a 125M GPT (docs/reproduction/fp8lm-table6.md).
@@ -150,7 +151,7 @@ def make_master(p: torch.Tensor, master: Format, values: torch.Tensor | None = N
     """
     p = local(p)
     if values is not None and isinstance(p, ScalingTensor) and p.label and p.requires_grad:  # one that is just initialized has no name
-        values = off_ties(values, Cast(p.format), master, p.label)
+        values = off_ties(values, Cast(p.format), master)
     values = fp32_values(p if values is None else values).to(p.device)
     if master.scaled:
         return ScalingTensor.quantize(values, master)
@@ -244,7 +245,7 @@ def saved_states(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
             )
         named = zip(saved.get("param_names", ()), group.get("param_names", ()), strict=False)
         for theirs, ours in named:
-            if theirs != ours:
+            if unwrapped(theirs) != unwrapped(ours):
                 raise ValueError(f"parameter group {i} was saved with {theirs}, but this optimizer has {ours}; {fix}")
     numbers = [i for group in saved_groups for i in group["params"]]
     return {place: state_dict["state"][i] for place, i in enumerate(numbers) if state_dict["state"].get(i)}
@@ -258,14 +259,12 @@ def without_rounding(option: Any) -> Any:
 
 
 def take_groups(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Load the parameter groups' options from a checked `state_dict` and drop the optimizer's states; torch's own loading would cast states
-    to the parameter's dtype. The groups remain the same dicts, since schedulers may hold them."""
-    groups = optimizer.param_groups
-    torch.optim.Optimizer.load_state_dict(optimizer, {**state_dict, "state": {}})
-    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+    """Load copies of the parameter groups' options from a checked `state_dict`. The groups remain the same dicts, since schedulers may hold
+    them."""
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        params, names = group["params"], {key: group[key] for key in ("param_names",) if key in group}
         group.clear()
-        group.update(loaded)
-    optimizer.param_groups = groups
+        group.update(copy.deepcopy({**names, **saved, "params": []}), params=params)
 
 
 def parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:

@@ -79,12 +79,12 @@ class TensorReader:
 
     def weight(self, p: Tensor, master: Format, where: list[Place], gemm: Gemms | None, with_values: bool) -> tuple[Tensor, Tensor | None]:
         """Read the weight, and `with_values` the values for a separate master (None: the weight is its own); `off_ties` moves new ones."""
-        fmt, name = weight_format(p), f"{where[0].name} {where[0].offset}"
+        fmt = weight_format(p)
         fp8 = Cast(fmt) if fmt.dtype.itemsize == 1 else gemm.weight if gemm is not None and fmt.scaled else None
         if is_own_master(p, master):
             own = self._to(self.best(where, p.shape, fmt), fmt, p.dtype)
             if with_values and fp8 is not None:
-                moved = off_ties(before := own.float(), fp8, master, name)
+                moved = off_ties(before := own.float(), fp8, master)
                 own = own if moved is before else ScalingTensor.quantize(moved, fmt, dtype=p.dtype)
             return own, None
         weight = self.find("model", where, p.shape)
@@ -92,7 +92,7 @@ class TensorReader:
         if keeps and not with_values:
             return weight.to(fmt, p.dtype), None
         values = self.best(where, p.shape, FP32).values()
-        values = values if fp8 is None else off_ties(values, fp8, master, name)
+        values = values if fp8 is None else off_ties(values, fp8, master)
         if keeps:
             return weight.to(fmt, p.dtype), values
         self.requantised.add(weight.key)

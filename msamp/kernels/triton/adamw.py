@@ -12,14 +12,7 @@ import triton.language as tl
 from msamp.kernels.reference.adamw import Batch
 from msamp.kernels.reference.store import NEAREST, Rounding
 from msamp.kernels.tables import rows_of
-from msamp.kernels.triton.adamw_scalars import (
-    COLUMNS,
-    ROW,
-    SCALAR,
-    SCALARS,
-    AdamWRow,
-    _scalars_kernel,
-)
+from msamp.kernels.triton.adamw_scalars import COLUMNS, ROW, SCALAR, SCALARS, AdamWRow, _scalars_kernel
 from msamp.kernels.triton.pack import _payload, _pointer, _span, _value
 from msamp.kernels.triton.store import _draws, _read, _store_m, _store_master, _store_v
 from msamp.numerics.formats import of_dtype

@@ -11,17 +11,7 @@ import triton.language as tl
 
 from msamp.kernels.reference.rotary import check_tables, head_width, table_rows
 from msamp.kernels.triton.cast import _rounded, fp8_constants
-from msamp.kernels.triton.cast_transpose import (
-    _code,
-    _higher,
-    _layouts,
-    _partial_sums,
-    _put,
-    _put_sums,
-    _quantise,
-    _tell,
-    nothing,
-)
+from msamp.kernels.triton.cast_transpose import _code, _higher, _layouts, _partial_sums, _put, _put_sums, _quantise, _tell, nothing
 from msamp.kernels.triton.scale_from_amax import scale_from_amax
 from msamp.numerics.formats import of_dtype
 

@@ -5,15 +5,7 @@ import torch
 
 from helpers.choices import each_value
 from helpers.numerics import KINDS, golden, make
-from msamp.comm.grad_scaling import (
-    ABSENT,
-    GRAD_SCALINGS,
-    MU_RULES,
-    NOT_FINITE,
-    AutoScale,
-    check_grad_scaling,
-    propose_scales,
-)
+from msamp.comm.grad_scaling import ABSENT, GRAD_SCALINGS, MU_RULES, NOT_FINITE, AutoScale, check_grad_scaling, propose_scales
 from msamp.numerics.formats import E4M3, E5M2, FP16
 
 scaled = pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16], ids=str)

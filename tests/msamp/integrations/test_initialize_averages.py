@@ -60,7 +60,7 @@ def test_an_average_multiplies_by_the_averaged_weights(average, buffers):
     assert error(copy.deepcopy(found), exact) < 0.1
     for p, q in zip(found.module.parameters(), exact.module.parameters(), strict=True):
         assert torch.allclose(msamp.fp32_values(p), q, rtol=0.02, atol=1e-3)
-    if buffers:
+    if buffers and average == "mean":  # ema writes the weights last, which resets the scales
         scaling = found.module[0].scaling
         assert not torch.allclose(scaling.scale * scaling.scale_inv, torch.ones(2))
     other, _ = msamp.initialize(model := net(), torch.optim.AdamW(model.parameters()), "O2")

@@ -15,13 +15,7 @@ from helpers.moe_model import KEEP, Mixture, train
 from helpers.numerics import make
 from msamp.integrations.loop_optimizer import LoopOptimizer
 from msamp.integrations.ms_amp import check_alone
-from msamp.integrations.takeover import (
-    check_optimizer,
-    chosen_recipe,
-    defaults_of,
-    parameter_groups,
-    retire,
-)
+from msamp.integrations.takeover import check_optimizer, chosen_recipe, defaults_of, parameter_groups, retire
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics import recipe as recipes
 

@@ -53,6 +53,21 @@ def test_the_three_gemms_against_fp32_three_ways(shape, kind, dtype, device):
 
 
 @every_level
+def test_a_layer_from_the_meta_device_and_one_whose_memory_was_lost_begin_like_new_ones(level):
+    new, moved, lost = (FP8Linear(64, 48, recipe=level, device=device) for device in ("cpu", "meta", "cpu"))
+    for layer in (new, moved, lost):
+        layer.scaling.add_channels(64)
+    moved.to_empty(device="cpu")
+    assert all(x.equal(y) for x, y in zip(moved.buffers(), new.buffers(), strict=True))
+    for x in lost.buffers():
+        x.fill_(7)
+    for layer in (new, moved, lost):
+        torch.manual_seed(0)
+        layer.reset_parameters()
+        assert all(x.equal(y) for x, y in zip(layer.state_dict().values(), new.state_dict().values(), strict=True))
+
+
+@every_level
 def test_it_is_the_product_of_the_quantised_values(level, device):
     _, low = pair(level=level, device=device)
     x, g = make("normal", (40, 64), seed=1, device=device), make("normal", (40, 48), seed=2, device=device)

@@ -38,7 +38,7 @@ def test_a_checkpoint_in_bf16_keeps_codes_and_bf16_and_its_first_step_has_the_si
     assert 0.8 < along < 1.4, "2.8 with masters midway, of which FP16 rounds most steps away, and 58 at COAT"
     for given in (values, first):  # an export in FP32 is off BF16's grid, and is kept
         layer.load_state_dict({"weight": given})
-        assert level in ("O3", "coat") or master().equal(first), "the draw depends on name and index alone"
+        assert level in ("O3", "coat") or master().equal(first), "the draw depends on value and index alone"
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

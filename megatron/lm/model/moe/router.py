@@ -23,12 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.moe_utils import (
-    MoEAuxLossAutoScaler,
-    group_limited_topk,
-    switch_load_balancing_loss_func,
-    z_loss_func,
-)
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, group_limited_topk, switch_load_balancing_loss_func, z_loss_func
 from megatron.core.transformer.moe.router import Router as CoreRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn

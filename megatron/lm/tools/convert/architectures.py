@@ -9,18 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.lm.config import ModelConfig
-from megatron.lm.tools.convert.layouts import (
-    EMBEDDING,
-    HALVES,
-    HEAD,
-    POSITIONS,
-    QKV,
-    SAME,
-    STACKED_QKV,
-    TRANSPOSED,
-    Architecture,
-    Read,
-)
+from megatron.lm.tools.convert.layouts import EMBEDDING, HALVES, HEAD, POSITIONS, QKV, SAME, STACKED_QKV, TRANSPOSED, Architecture, Read
 
 # One function under three names: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). "gelu" is another one (erf).
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")

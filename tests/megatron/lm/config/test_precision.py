@@ -6,11 +6,7 @@ import pytest
 
 from megatron.lm.config import PrecisionConfig
 from megatron.lm.config.from_checkpoint import with_saved_rounding, with_saved_scaling
-from megatron.lm.config.sections.precision import (
-    build_recipe,
-    rule_setting,
-    saved_activations,
-)
+from megatron.lm.config.sections.precision import build_recipe, rule_setting, saved_activations
 from msamp.nn.saved_activations import AS_IT_IS, IN_GROUPS
 from msamp.numerics import formats, recipe
 from msamp.numerics.formats import E4M3, E5M2

@@ -11,12 +11,7 @@ import torch
 from helpers import tiny
 from megatron.lm.config import LINEARS, Config, PrecisionConfig
 from megatron.lm.model import fp8_layers
-from megatron.lm.model.fp8_layers import (
-    Fp8LayerChoice,
-    Measure,
-    Shape,
-    Times,
-)
+from megatron.lm.model.fp8_layers import Fp8LayerChoice, Measure, Shape, Times
 from msamp.numerics.recipe import Recipe
 
 SOME = ["linear_qkv", "linear_fc2"]

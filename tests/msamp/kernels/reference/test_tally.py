@@ -9,17 +9,7 @@ from helpers.numerics import make, undelivered_frac
 from msamp.kernels.reference import tally
 from msamp.kernels.reference.tally import count_, tally_, tally_update_
 from msamp.numerics.formats import E4M3, E5M2, FP16
-from msamp.numerics.metrics import (
-    TALLY,
-    add_tallies,
-    edq,
-    judge,
-    lost_frac,
-    saturation_frac,
-    sqnr_db,
-    undelivered_share,
-    underflow_frac,
-)
+from msamp.numerics.metrics import TALLY, add_tallies, edq, judge, lost_frac, saturation_frac, sqnr_db, undelivered_share, underflow_frac
 from msamp.numerics.quantize import dequantize, quantize
 
 
