@@ -403,11 +403,7 @@ class LoopOptimizer(LowPrecisionOptimizer):
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
         """Like the base class's; states of torch's AdamW, Adam, SGD and Muon and of other recipes are converted to its formats. With an
-        `fp8_min_gain`, the layers that computed in BF16 do so again.
-
-        Raises:
-            ValueError: as the base class's, for what `state_dict` returned under ZeRO on another rank than the first, and for layers in
-                BF16 that this model does not have.
+        `fp8_min_gain`, the layers that computed in BF16 do so again; ValueError for one that this model does not have.
         """
         wide = state_dict.get(_IN_BF16) if self.fp8_min_gain else None
         check_layers(wide, self.scaling.linears)

@@ -44,6 +44,7 @@ from msamp.nn.gemm import LayerGemm
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, PRODUCTS, LinearScaling
 from msamp.numerics import accumulation
 from msamp.numerics.metrics import TALLY, judge
+from msamp.numerics.stochastic_rounding import unwrapped
 from msamp.numerics.tensor import ScalingTensor
 
 TENSORS = ("input", "grad_output", "weight")
@@ -173,7 +174,7 @@ def linear_layers(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[st
         if isinstance(module._modules.get("scaling"), LinearScaling) and not isinstance(module, ExpertMatrices):
             for attribute, p in module._parameters.items():
                 if isinstance(p, ScalingTensor):
-                    yield name, Guarded(module, attribute)
+                    yield unwrapped(name), Guarded(module, attribute)
 
 
 class LayerGuard:

@@ -46,7 +46,7 @@ _PART = 2**22  # elements at a time: a few INT32 temporaries of 16 MiB
 
 def unwrapped(name: str) -> str:
     """Return a name in a model without the parts that torch.compile and checkpoint_wrapper add, which a resumed run may not have."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
 
 
 def tensor_key(seed: int, name: str, *coordinates: int) -> int:
