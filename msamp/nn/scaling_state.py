@@ -133,7 +133,8 @@ class TensorScales(KeepsDtypes):
         super().__setstate__({"sums": {}} | state)  # models that were pickled before there was a record of sums
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        history = state_dict.get(f"{prefix}history")
+        key = f"{prefix}history"  # accelerate takes empty ones for one tensor of several names, and saves only the first
+        history = state_dict.get(key) if self.window else state_dict.setdefault(key, self.history)
         if isinstance(history, torch.Tensor) and history.shape[:1] == self.history.shape[:1] and history.shape != self.history.shape:
             # Saved by a recipe with other windows, whose amaxes cannot be used here: the windows restart.
             state_dict.update(TensorScales(self.casts, self.amax.device).state_dict(prefix=prefix))

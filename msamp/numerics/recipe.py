@@ -364,21 +364,20 @@ _TABLE: dict[str, Recipe] = {recipe.name: recipe for recipe in ALL}
 PAPERS = {"fp8-lm": (O3, O2, O1), "collage": (COLLAGE_PLUS, COLLAGE_LIGHT), "coat": (COAT,)}
 
 
-def as_published(paper: str, recipe: Recipe | None = None) -> Recipe:
+def as_published(paper: str, recipe: Recipe | str | None = None) -> Recipe:
     """Return a recipe with its paper's arithmetic wherever the default differs; docs/guide/papers.md lists the differences.
 
     Args:
         paper: "fp8-lm", "collage" or "coat".
-        recipe: one of `PAPERS[paper]`; None: the first.
+        recipe: one of `PAPERS[paper]`, or its name; None: the first.
 
     Raises:
         ValueError: an unknown paper, or a recipe of another one.
     """
     if paper not in PAPERS:
         raise ValueError(f"paper is {paper!r}; choose one of {', '.join(PAPERS)}")
-    names = [each.name for each in PAPERS[paper]]
-    own = PAPERS[paper][0] if recipe is None else recipe
-    if own.name not in names:
+    own = by_name(recipe) if isinstance(recipe, str) else recipe or PAPERS[paper][0]
+    if own.name not in (names := [each.name for each in PAPERS[paper]]):
         raise ValueError(f"recipe {own.name!r} is not of the paper {paper!r}; choose one of {', '.join(names)}")
     if paper == "fp8-lm":
         nearest = own.with_rounding(master="nearest", moments="nearest")

@@ -120,7 +120,6 @@ def load(training: Training) -> None:
     training.optimizer.wait()  # a rollback: weights that are still being gathered would overwrite those of the checkpoint
     settings = training.config.checkpoint
     assert settings.load is not None
-    root, iteration = Path(settings.load), settings.ckpt_step
     offered: list[Any] = [all_or_none(lambda: non_persistent.candidates_of(settings))]
     dist.broadcast_object_list(offered, 0)  # other ranks may see the folder in another state
     problems: list[str] = []
@@ -138,7 +137,7 @@ def load(training: Training) -> None:
             continue
         break
     else:
-        raise no_checkpoint(root, iteration, [*offered[0].remarks, *problems])
+        raise no_checkpoint(Path(settings.load), settings.ckpt_step, [*offered[0].remarks, *problems])
     if dist.get_rank() == 0:
         for text in (*offered[0].remarks, *problems, *([remark] if remark is not None else [])):
             print(text, flush=True)
@@ -193,6 +192,8 @@ def _check_fits(saved: SavedCheckpoint, training: Training) -> str | None:
     if info["vocab_size"] != training.vocab_size:
         differing.append(f"a tokenizer of {training.vocab_size} tokens (saved: {info['vocab_size']})")
     if not finetune:
+        if (last := config.iterations(dist.get_world_size())) < info["iteration"]:
+            differing.append(f"{last} iterations by --train-iters or --train-samples (saved: {info['iteration']} are done; give more)")
         differing += _differing_batches(info, config.batch_sizes(dist.get_world_size()), config.training.rampup_batch_size)
         differing += [] if config.checkpoint.no_load_optim else differing_schedule(config, saved.config)
     if differing:
@@ -284,9 +285,8 @@ def _mu(training: Training, stored: Stored, where: dict[str, list[Place]]) -> di
 
 def _loss_scale(info: dict[str, Any], training: Training) -> dict[str, Any] | None:
     """Return the state of the saved dynamic loss scale; None if there is none, or this run uses none."""
-    settings, saved = training.config.checkpoint, info.get("loss_scale")
-    taken = not (settings.finetune or settings.no_load_optim or saved is None)
-    return saved if taken and training.loss_scaler is not None and training.loss_scaler.dynamic else None
+    settings, scaler = training.config.checkpoint, training.loss_scaler
+    return None if settings.finetune or settings.no_load_optim or scaler is None or not scaler.dynamic else info.get("loss_scale")
 
 
 def take_model(model: nn.Module, stored: Stored, vocab_size: int) -> None:

@@ -112,7 +112,7 @@ def opened(path: Path) -> Iterator[Model]:
         ValueError: if the path is neither a checkpoint nor a Hugging Face folder, it is damaged, or transformers is missing.
     """
     if not path.exists():
-        raise ValueError(f"--load {path} does not exist: give a checkpoint folder of the trainer, or a Hugging Face folder")
+        raise ValueError(f"{path} does not exist: give a checkpoint folder of the trainer, or a Hugging Face folder")
     if (path / "config.json").is_file():  # a Hugging Face folder
         yield FolderModel(path)
         return

@@ -196,7 +196,7 @@ class Trainer:
         config, data = self.config, self.config.data
         if self.metrics.main:
             if self.training.iteration:
-                print(f"resumed from {config.checkpoint.load} at iteration {self.training.iteration}")
+                print(f"resumed from {config.checkpoint.load} at iteration {self.training.iteration} of {self.metrics.iterations}")
             if config.logging.log_level == "debug":
                 print(self.training.model)
             if (blend := describe(data.data_path or data.train_data_path)) is not None:

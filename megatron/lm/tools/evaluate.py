@@ -53,17 +53,17 @@ def print_perplexity(args: argparse.Namespace) -> None:
         for load in args.models:
             progress.begin(f"loading {load}")
             with opened(load) as model:
-                print(f"{load}: {', '.join(f'{key} {value}' for key, value in model.about.items())}", file=sys.stderr, flush=True)
                 progress.begin(f"perplexity of {model.name}", unit="tokens")
                 window = model.seq_length if args.window is None else args.window
                 stride = max(1, window // 2) if args.stride is None else args.stride
                 texts = (document.texts[args.json_key] for path in args.text for document in read_documents(path, [args.json_key]))
                 measured = perplexity(model, texts, stride=stride, batch_size=args.batch_size, window=window, progress=advance)
                 results[model.name] = {"about": model.about, "results": {"text": measured.row()}}
-    if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        with written_aside(args.output) as stream:
-            stream.write((json.dumps(results, indent=2) + "\n").encode())
+            print(f"{load}: {', '.join(f'{key} {value}' for key, value in (model.about | measured.row()).items())}", file=sys.stderr)
+            if args.output is not None:  # now, since a later model may fail
+                args.output.parent.mkdir(parents=True, exist_ok=True)
+                with written_aside(args.output) as stream:
+                    stream.write((json.dumps(results, indent=2) + "\n").encode())
     print(table({name: entry["results"] for name, entry in results.items()}))
 
 

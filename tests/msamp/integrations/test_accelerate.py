@@ -16,6 +16,7 @@ from helpers import dist, hosts
 from msamp.numerics.tensor import ScalingTensor
 
 accelerate = hosts.need("accelerate")
+Accelerator = hosts.need("msamp.integrations.accelerate").Accelerator
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = torch.randn(32, 32, generator=torch.Generator().manual_seed(3))
 MICRO_BATCHES = 2
@@ -32,8 +33,6 @@ def values(model: nn.Module) -> list[torch.Tensor]:
 
 def train(level: str, folder: str | None = None) -> dict[str, Any]:
     """Steps of two micro-batches of this rank's rows, clipped, with a schedule; saved, gone on, loaded, gone on."""
-    from msamp.integrations.accelerate import Accelerator
-
     accelerator = Accelerator(cpu=True, recipe=level, gradient_accumulation_steps=MICRO_BATCHES)
     ranks = accelerator.num_processes
     model = net()
@@ -109,10 +108,12 @@ def test_two_processes_train_as_one_does_save_and_resume(tmp_path: Path):
         assert {name: x.dtype for name, x in saved.items()} == {name: x.dtype for name, x in net().state_dict().items()}
 
 
+def test_a_state_whose_empty_histories_accelerate_has_joined_is_loaded(tmp_path: Path):
+    assert train("coat", str(tmp_path))["resumed"]
+
+
 @pytest.mark.parametrize("settings", [{"mixed_precision": "fp16"}, {"mixed_precision": "fp8"}])
 def test_precisions_that_hold_no_fp8_weights_are_refused(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    from msamp.integrations.accelerate import Accelerator
-
     made = Accelerator(cpu=True)
     monkeypatch.setattr(type(made), "mixed_precision", property(lambda self: settings["mixed_precision"]))
     with pytest.raises(ValueError, match=r"mixed_precision is 'fp.*it must be 'no' or 'bf16'"):
@@ -121,8 +122,6 @@ def test_precisions_that_hold_no_fp8_weights_are_refused(settings: dict[str, Any
 
 @pytest.mark.parametrize("how", ["environment", "handler", "Trainer"])
 def test_accelerates_backend_for_ms_amp_is_refused_in_our_words(how: str, monkeypatch: pytest.MonkeyPatch):
-    from msamp.integrations.accelerate import Accelerator
-
     made = Accelerator(cpu=True)
     if how != "handler":
         monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")
@@ -155,8 +154,6 @@ def test_a_launch_configured_for_ms_amp_ends_in_the_words_that_the_guide_names(t
 
 
 def test_fp8_of_accelerate_is_refused_before_it_looks_for_packages(monkeypatch: pytest.MonkeyPatch):
-    from msamp.integrations.accelerate import Accelerator
-
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     with pytest.raises(ValueError, match=r"mixed_precision is 'fp8'.*recipe"):
         Accelerator(cpu=True)
@@ -164,8 +161,6 @@ def test_fp8_of_accelerate_is_refused_before_it_looks_for_packages(monkeypatch: 
 
 def test_what_cannot_be_spread_and_what_cannot_be_paired_is_refused(monkeypatch: pytest.MonkeyPatch):
     from accelerate.utils import DistributedType
-
-    from msamp.integrations.accelerate import Accelerator
 
     made, model = Accelerator(cpu=True), net()
     with pytest.raises(ValueError, match=r"2 models and 1 optimizers to convert; pass one of each"):
@@ -177,8 +172,6 @@ def test_what_cannot_be_spread_and_what_cannot_be_paired_is_refused(monkeypatch:
 
 def test_a_compiled_model_trains_alike():
     """accelerate compiles in `prepare`, behind the conversion."""
-    from msamp.integrations.accelerate import Accelerator
-
     found = []
     for backend in ("no", "aot_eager"):
         fresh_state()
@@ -203,7 +196,6 @@ def test_a_compiled_model_trains_alike():
 
 def test_a_captured_step_of_what_accelerate_has_prepared():
     import msamp
-    from msamp.integrations.accelerate import Accelerator
 
     curves = []
     for captured in (False, True):

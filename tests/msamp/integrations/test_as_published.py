@@ -41,6 +41,6 @@ def test_two_processes_train_in_the_papers_arithmetic():
 
 
 def test_fully_shard_which_has_its_own_sums_refuses_the_papers_exchange():
-    recipe = msamp.recipes.as_published("fp8-lm", msamp.recipes.O2)
+    recipe = msamp.recipes.as_published("fp8-lm", "O2")
     with pytest.raises(ValueError, match="'O2' sums gradients by the exchange 'nccl', and fully_shard sums them itself"):
         fsdp.prepare(nn.Sequential(nn.Linear(32, 32)), recipe)

@@ -268,7 +268,7 @@ class PrecisionConfig(RecipeConfig):
             raise ValueError(self.contradiction)
         asked = next(iter(self.requests.values()), None)
         if self.as_published is not None:
-            return as_published(self.as_published, None if asked is None else recipe_by_name(asked))
+            return as_published(self.as_published, asked)
         return recipe_by_name(asked or "bf16")
 
     @functools.cached_property

@@ -129,6 +129,7 @@ def untouched(config: Config, folder: Path, said: str) -> None:
         ({"untie_embeddings_and_output_weights": True}, "--untie-embeddings-and-output-weights True"),
         ({"vocab_size": 64}, r"--vocab-size 64 \(saved: 60\); a tokenizer of 64 tokens \(saved: 60\)"),
         ({"global_batch_size": 8}, r"--global-batch-size 8 \(saved: 4\)"),
+        ({"train_iters": 1}, r"1 iterations by --train-iters or --train-samples \(saved: 4 are done; give more\)"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )

@@ -41,6 +41,13 @@ def test_several_models_stand_beside_each_other(made: Path, tmp_path: Path, caps
     assert f"| text | bits_per_byte | {bits[0]:.4f} | {bits[1]:.4f} | {bits[2]:.4f} |" in rows
 
 
+def test_a_later_model_that_fails_costs_no_result(made: Path, tmp_path: Path, capsys):
+    output = tmp_path / "results.json"
+    code, _, err = run(capsys, made / "O3", made / "none", "--text", made / "held.txt", "--output", output)
+    row = json.loads(output.read_text())[str(made / "O3")]["results"]["text"]
+    assert (code, f"bits_per_byte {row['bits_per_byte']}, " in err) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
