@@ -19,6 +19,7 @@ A step has four parts, none of which makes the host wait:
 Next: `updates.adamw` has the update, `states` the formats in memory, `shard` the interface that ZeRO implements.
 """
 
+import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ from msamp.optim.decision import GradientDecision, LossScale, decide, measure, w
 from msamp.optim.device_copy import DeviceCopy
 from msamp.optim.masters import follow_states_, version_of
 from msamp.optim.shard import Holding, Shard
-from msamp.optim.states import begun, check_state, copy_of_rows, give_keys, is_own_master, local, parameter_names, saved_states, take_groups
+from msamp.optim.states import begun, check_state, copy_of_rows, give_keys, is_own_master, local, parameter_names, saved_states
 from msamp.optim.update_batches import KeptAmaxes, update_batches
 from msamp.optim.updates import StepInputs, Update, UpdateBatch, formats_of, named_formats, take_options, updates_of
 
@@ -399,9 +400,11 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
             for update in updates_of(group):
                 update.check_numbers({**group, **saved})
-        take_groups(self, state_dict)
         self._forget()
-        for number, group in enumerate(self.param_groups):
+        for number, (saved, group) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=True)):
+            params, kept = group["params"], {key: group[key] for key in ("param_names",) if key in group}
+            group.clear()  # but the same dict, which schedulers may hold
+            group.update(copy.deepcopy({**kept, **saved, "params": []}), params=params)
             group["formats"] = named_formats(group["formats"], len(group["params"]))
             give_keys(group, number, self.seed)
         self._take(

@@ -12,7 +12,6 @@ split a state into its tensors, `as_stored` combines them.
 The master weight is the parameter itself if that is stored in the master's format, otherwise a copy in the optimizer state.
 """
 
-import copy
 import functools
 import math
 import warnings
@@ -227,7 +226,8 @@ def saved_states(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
         Index of a parameter over all groups -> its saved states; parameters without states are left out.
 
     Raises:
-        ValueError: if the number of groups or parameters, the parameters' names (if both have names) or the option differ.
+        ValueError: if the number of groups or parameters, the parameters' names (if both have names) or the option differ, or a state is
+            of none of them.
     """
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
     fix = "build the optimizer like the saved one, or start from the weights alone"
@@ -248,6 +248,9 @@ def saved_states(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
             if unwrapped(theirs) != unwrapped(ours):
                 raise ValueError(f"parameter group {i} was saved with {theirs}, but this optimizer has {ours}; {fix}")
     numbers = [i for group in saved_groups for i in group["params"]]
+    unknown = state_dict["state"].keys() - set(numbers)
+    if unknown:
+        raise ValueError(f"there are states of {next(iter(unknown))!r}, which no parameter group has: they go by number, 0, 1, ..; {fix}")
     return {place: state_dict["state"][i] for place, i in enumerate(numbers) if state_dict["state"].get(i)}
 
 
@@ -256,15 +259,6 @@ def without_rounding(option: Any) -> Any:
     if isinstance(option, list):
         return [without_rounding(formats) for formats in option]
     return {k: v for k, v in option.items() if not k.endswith("_rounding")} if isinstance(option, dict) else option
-
-
-def take_groups(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Load copies of the parameter groups' options from a checked `state_dict`. The groups remain the same dicts, since schedulers may hold
-    them."""
-    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        params, names = group["params"], {key: group[key] for key in ("param_names",) if key in group}
-        group.clear()
-        group.update(copy.deepcopy({**names, **saved, "params": []}), params=params)
 
 
 def parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:

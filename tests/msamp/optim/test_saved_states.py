@@ -12,7 +12,7 @@ from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, FP16,
 from msamp.numerics.recipe import FP32_STATES, O1, O2, O3, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.optimizer import LowPrecisionOptimizer
-from msamp.optim.states import begun, check_state, expected_moment, parameter_names, payload, saved_states, take_groups
+from msamp.optim.states import begun, check_state, expected_moment, parameter_names, payload, saved_states
 
 
 def trained(**options) -> torch.optim.SGD:
@@ -24,19 +24,17 @@ def trained(**options) -> torch.optim.SGD:
     return optimizer
 
 
-def test_states_come_back_as_they_were_saved_by_number_of_parameter_and_the_groups_are_taken_over():
+def test_states_come_back_as_they_were_saved_by_number_of_parameter_and_none_is_left_over():
     saved = trained().state_dict()
     saved["state"][0]["momentum_buffer"] = torch.full((3,), 1.001)  # FP32 beside a BF16 parameter
-    saved["param_groups"][1]["lr"] = 0.5
     optimizer = trained()
     found = saved_states(optimizer, saved, "momentum")
     assert list(found) == [0, 2]
     assert found[0]["momentum_buffer"] is saved["state"][0]["momentum_buffer"]
     assert len(optimizer.state) == 2
-    groups = list(optimizer.param_groups)
-    take_groups(optimizer, saved)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
-    assert all(group is known for group, known in zip(optimizer.param_groups, groups, strict=True)), "a scheduler holds them"
+    saved["state"] = {str(number): state for number, state in saved["state"].items()}
+    with pytest.raises(ValueError, match=r"states of '[02]', which no parameter group has: they go by number"):
+        saved_states(optimizer, saved, "momentum")
 
 
 def test_hooks_of_loading_see_the_whole_state_and_may_replace_it():
