@@ -135,17 +135,16 @@ class Loading(nn.Module):
                 continue
             if scale_inv is not None:
                 state_dict[key] = ScalingTensor(given, scale_inv, own.dtype)
-            elif isinstance(own, ScalingTensor):
-                if not isinstance(given, ScalingTensor):  # as a checkpoint of MS-AMP's is
-                    check_finite(given, key)
-                    if own.payload.itemsize == 2 and own.requires_grad:
-                        given = state_dict[key] = off_ties(given, self.scaling.gemm.weight, own.format)
-                    if local_metadata.get("assign_to_params_buffers"):
-                        state_dict[key] = ScalingTensor.quantize(given, own.format, dtype=own.dtype)
-                if not any(each.startswith(f"{prefix}scaling.") for each in state_dict):
-                    channels = 0 if self.scaling.channels is None else self.scaling.channels.features
-                    fresh = LinearScaling(self.scaling.gemm, device=given.device, channels=channels)
-                    state_dict |= fresh.state_dict(prefix=f"{prefix}scaling.")
+            elif isinstance(own, ScalingTensor) and not isinstance(given, ScalingTensor):  # as a checkpoint of MS-AMP's is
+                check_finite(given, key)
+                if own.payload.itemsize == 2 and own.requires_grad:
+                    given = state_dict[key] = off_ties(given, self.scaling.gemm.weight, own.format)
+                if local_metadata.get("assign_to_params_buffers"):
+                    state_dict[key] = ScalingTensor.quantize(given, own.format, dtype=own.dtype)
+            if isinstance(own, ScalingTensor) and not any(each.startswith(f"{prefix}scaling.") for each in state_dict):
+                channels = 0 if self.scaling.channels is None else self.scaling.channels.features
+                fresh = LinearScaling(self.scaling.gemm, device=given.device, channels=channels)
+                state_dict |= fresh.state_dict(prefix=f"{prefix}scaling.")
         with loading():
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 

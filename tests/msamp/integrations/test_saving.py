@@ -92,6 +92,8 @@ def test_a_converted_model_loads_a_plain_state_and_its_scales_start_anew(level, 
     want = ScalingTensor.quantize(source[2][0].weight.detach(), model[2][0].weight.format)
     assert torch.equal(model[2][0].weight.detach(), want)
     assert model.load_state_dict({"2.0.bias": torch.zeros(64)}, strict=False).missing_keys  # nothing of a weight: its scales stay
+    (model := trained(level)[0]).load_state_dict({key: x for key, x in fp8_state_dict(model).items() if ".scaling." not in key})
+    assert (int(model[2][0].scaling.seen), model[2][0].scaling.steps) == (0, 0)
 
 
 def test_a_plain_state_that_is_not_finite_is_refused_by_name():

@@ -57,8 +57,7 @@ def test_a_layer_from_the_meta_device_and_one_whose_memory_was_lost_begin_like_n
     new, moved, lost = (FP8Linear(64, 48, recipe=level, device=device) for device in ("cpu", "meta", "cpu"))
     for layer in (new, moved, lost):
         layer.scaling.add_channels(64)
-    moved.to_empty(device="cpu")
-    assert all(x.equal(y) for x, y in zip(moved.buffers(), new.buffers(), strict=True))
+    assert all(x.equal(y) for x, y in zip(moved.to_empty(device="cpu").buffers(), new.buffers(), strict=True))
     for x in lost.buffers():
         x.fill_(7)
     for layer in (new, moved, lost):

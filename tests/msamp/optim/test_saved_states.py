@@ -31,7 +31,6 @@ def test_states_come_back_as_they_were_saved_by_number_of_parameter_and_none_is_
     found = saved_states(optimizer, saved, "momentum")
     assert list(found) == [0, 2]
     assert found[0]["momentum_buffer"] is saved["state"][0]["momentum_buffer"]
-    assert len(optimizer.state) == 2
     saved["state"] = {str(number): state for number, state in saved["state"].items()}
     with pytest.raises(ValueError, match=r"states of '[02]', which no parameter group has: they go by number"):
         saved_states(optimizer, saved, "momentum")
