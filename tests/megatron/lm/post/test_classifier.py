@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from helpers import tiny
-from megatron.lm.config.sections.baselines import find
+from megatron.lm.config.sections.baselines import BASELINES
 from megatron.lm.data.tokenizers.tokenizer import NullTokenizer
 from megatron.lm.model.gpt import build_model
 from megatron.lm.post.classifier import Classifier, Example, batch, check_encoder, check_recipe, encode_pair
@@ -92,7 +92,7 @@ def test_a_gpt_and_another_vocabulary_and_a_peers_recipe_are_refused():
         check_encoder(info, replace(config, model=replace(config.model, objective="causal-lm")), TOKENIZER, Path("x"))
     with pytest.raises(ValueError, match="a vocabulary of 62 ids, but x was trained with 61"):
         check_encoder(info, config, NullTokenizer(61), Path("x"))
-    peer = find("te-bf16")
+    peer = BASELINES["te-bf16"]
     assert peer is not None
     with pytest.raises(ValueError, match="te-bf16: Transformer Engine's attention gets no padding mask"):
         check_recipe(peer)
