@@ -66,12 +66,11 @@ class Statistics:
         if not (self.active and bucket.format.scaled):
             return
         payloads = bucket.unflatten(flat)
-        for i, (g, payload) in enumerate(zip(gradients, payloads, strict=True), first):
+        for i, (g, payload) in enumerate(zip(gradients, payloads, strict=True)):
             if g is not None:
-                ops.count_(self.counts[:SUM_NONZERO, i], g, payload)
-        for i, (g, payload) in enumerate(zip(gradients, payloads, strict=True)) if self.recording else ():
-            if g is not None:
-                ops.tally_(self.tallies[0, first + i], g, payload, factor[i].reciprocal())
+                ops.count_(self.counts[:SUM_NONZERO, first + i], g, payload)
+                if self.recording:
+                    ops.tally_(self.tallies[0, first + i], g, payload, factor[i].reciprocal())
 
     def observe_reduced(self, first: int, bucket: Bucket, reduced: Reduced, factor: torch.Tensor, *, ranks: int, fp32_sum: bool) -> None:
         """Measure this rank's slice of the averages of the same bucket.
@@ -89,16 +88,13 @@ class Statistics:
             packed, summed = self.counts[:SUM_NONZERO, place], self.counts[SUM_NONZERO:, place]
             summed.copy_(torch.stack([packed[NONZERO] - packed[VANISHED], packed[SATURATED], torch.zeros_like(packed[VANISHED])]))
             return
-        before = reduced.reference()
+        whole = reduced.reference()
         for piece in bucket.owned:
-            row = self.counts[SUM_NONZERO:, first + piece.index]
-            ops.count_(row, bucket.part(piece, before), bucket.part(piece, reduced.own))
-        if not self.recording or ranks == 1 or reduced.scale_inv is None:
-            return
-        for piece in bucket.owned:
-            payload, inv = bucket.part(piece, reduced.own), reduced.scale_inv[piece.index]
-            values = bucket.part(piece, before) / factor[piece.index] if fp32_sum else payload.float() * inv
-            ops.tally_(self.tallies[1, first + piece.index], values, payload, inv)
+            i, before, payload = piece.index, bucket.part(piece, whole), bucket.part(piece, reduced.own)
+            ops.count_(self.counts[SUM_NONZERO:, first + i], before, payload)
+            if self.recording and ranks > 1 and reduced.scale_inv is not None:
+                values = before / factor[i] if fp32_sum else payload.float() * reduced.scale_inv[i]
+                ops.tally_(self.tallies[1, first + i], values, payload, reduced.scale_inv[i])
 
     def combine(self, peers: Peers) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the counts' sums and maxima over the ranks, int64 [6, n] each; one small collective."""

@@ -28,6 +28,11 @@ class CastScales(NamedTuple):
     amax: torch.Tensor | None
     watch: Watch | None = None
 
+    def record(self, x: torch.Tensor) -> None:
+        """Record the amax of `x` [M, K], if amaxes are recorded."""
+        if self.amax is not None:
+            self.amax.copy_(torch.maximum(self.amax, ops.amax(x)))
+
 
 class RowGroups:
     """Rows of a table of amaxes that share the largest one of their group; at first each row is a group."""

@@ -46,7 +46,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from msamp.kernels import ops
 from msamp.nn.cast_checks import check_powers, check_range
 from msamp.nn.cast_scales import CastScales
 from msamp.numerics.formats import FP32
@@ -83,8 +82,7 @@ class ChannelSlots(NamedTuple):
             self.amax.copy_(torch.maximum(self.amax, amax))
         if self.scale is None:
             return x, slot
-        if slot.amax is not None:
-            slot.amax.copy_(torch.maximum(slot.amax, ops.amax(x)))
+        slot.record(x)
         return x * self.scale, slot._replace(amax=None)
 
 

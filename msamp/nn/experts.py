@@ -102,7 +102,7 @@ class ExpertSettings(NamedTuple):
     def fc1_output(self, x8: torch.Tensor, scale_inv: torch.Tensor, groups: "ExpertGroups", top_k: int, dtype: torch.dtype) -> torch.Tensor:
         """Return FC1's output [R, 2F] from the codes of the tokens."""
         rows, _ = ops.permute(x8, groups.source, top_k, row=True, end=groups.end)
-        return groups.output(rows, self.fc1, scale_inv, dtype, fast=self.gemm.output.fast)
+        return groups.product("output", rows, self.fc1, scale_inv, dtype, fast=self.gemm.output.fast)
 
 
 class ExpertGroups(NamedTuple):
@@ -118,19 +118,15 @@ class ExpertGroups(NamedTuple):
         """The end of the last expert's rows, int32 [1]. Rows from there on are room for another load: no kernel computes them."""
         return self.offsets[-1:]
 
-    def output(self, x: torch.Tensor, w: ExpertWeights, scale_inv: torch.Tensor, dtype: torch.dtype, *, fast: bool) -> torch.Tensor:
-        """Return `x W^T` of every expert, of its rows of `x`."""
-        y = ops.grouped_mm(x, w.rows, self.offsets, scale_inv, w.scale_inv, dtype, fast_accum=fast, tiles=self.tiles)
+    def product(
+        self, name: str, x: torch.Tensor, w: ExpertWeights, scale_inv: torch.Tensor, dtype: torch.dtype, *, fast: bool
+    ) -> torch.Tensor:
+        """Return the "output" `x W^T`, or for a gradient `x` the "grad_input" `x W`, of every expert, of its rows of `x`."""
+        matrices = w.rows if name == "output" else w.columns
+        y = ops.grouped_mm(x, matrices, self.offsets, scale_inv, w.scale_inv, dtype, fast_accum=fast, tiles=self.tiles)
         if w.tallies is not None:
-            tally_grouped_(w.tallies["output"], y, x, w.rows, self.offsets, scale_inv * w.scale_inv)
+            tally_grouped_(w.tallies[name], y, x, matrices, self.offsets, scale_inv * w.scale_inv)
         return y
-
-    def grad_input(self, g: torch.Tensor, w: ExpertWeights, scale_inv: torch.Tensor, dtype: torch.dtype, *, fast: bool) -> torch.Tensor:
-        """Return `g W` of every expert, of its rows of `g`."""
-        grad = ops.grouped_mm(g, w.columns, self.offsets, scale_inv, w.scale_inv, dtype, fast_accum=fast, tiles=self.tiles)
-        if w.tallies is not None:
-            tally_grouped_(w.tallies["grad_input"], grad, g, w.columns, self.offsets, scale_inv * w.scale_inv)
-        return grad
 
     @classmethod
     def of(cls, experts: torch.Tensor, count: int) -> "ExpertGroups":
@@ -192,7 +188,8 @@ class ExpertsFunction(torch.autograd.Function):
         a8, a_scale_inv = ops.expert_swiglu(y, weights, slot.scale, slot.amax, gemm.input.format.dtype, end=end)
         if slot.watch is not None:
             slot.watch(ops.expert_swiglu(y, weights, None, None, torch.float32)[0], a8, a_scale_inv)
-        partial = ops.unpermute(groups.output(a8, settings.fc2, a_scale_inv, x.dtype, fast=gemm.output.fast), groups.places)
+        rows = groups.product("output", a8, settings.fc2, a_scale_inv, x.dtype, fast=gemm.output.fast)
+        partial = ops.unpermute(rows, groups.places)
         out = settings.start_sum(partial, gemm.input, "expert output reduce-scatter")()
         ctx.save_for_backward(x8, x_scale_inv, None if settings.recompute else y, weights, a_scale_inv, *groups)
         ctx.settings, ctx.weight_dtypes, ctx.top_k, ctx.dtype = settings, (fc1_weight.dtype, fc2_weight.dtype), top_k, x.dtype
@@ -210,7 +207,7 @@ class ExpertsFunction(torch.autograd.Function):
         )
         rows, rows_t = ops.permute(gathered(), groups.source, ctx.top_k, row=True, col=True, end=groups.end)
         fast = gemm.grad_input.fast
-        grad_a = groups.grad_input(rows, settings.fc2, g_scale_inv, dtype, fast=fast)
+        grad_a = groups.product("grad_input", rows, settings.fc2, g_scale_inv, dtype, fast=fast)
         del rows
         y = settings.fc1_output(x8, x_scale_inv, groups, ctx.top_k, ctx.dtype) if y is None else y
         slot, cast = settings.grad_fc1, gemm.grad_output.format.dtype
@@ -239,7 +236,8 @@ class ExpertsFunction(torch.autograd.Function):
             per_row = torch.cat([parts.sum(0), parts.new_zeros(1)])  # -1, an expert of another rank, reads the zero
             grad_probs = per_row[groups.places]
         if needs_x:
-            partial = ops.unpermute(groups.grad_input(grad_y, settings.fc1, y_scale_inv, dtype, fast=fast), groups.places)
+            grad_rows = groups.product("grad_input", grad_y, settings.fc1, y_scale_inv, dtype, fast=fast)
+            partial = ops.unpermute(grad_rows, groups.places)
             # It travels while grad_weight is computed.
             sums = settings.start_sum(partial, gemm.grad_output, "expert grad_input reduce-scatter")
         del grad_y

@@ -102,8 +102,7 @@ class GranularityKernels:
 
     def cast(self, x: torch.Tensor, slot: CastScales, cast: Cast, row: bool, col: bool, combine: Combine | None) -> Operand:
         """`x` [M, K] in the requested layouts; see `cast_operand`."""
-        if slot.amax is not None:
-            slot.amax.copy_(torch.maximum(slot.amax, ops.amax(x)))
+        slot.record(x)
         nothing = x.new_empty(0, dtype=torch.float32)
         payload, scale_inv = _quantized(x, cast) if row else (None, nothing)
         payload_t, scale_inv_t = _quantized(x.t(), cast) if col else (None, nothing)

@@ -50,8 +50,7 @@ class HeadNorms:
         self, qkv: torch.Tensor, norm: Norm, weights: HeadNormWeights, heads: int, groups: int, *, apart: bool = False, whole: bool = False
     ) -> None:
         self.norm, self.heads, self.groups, self.apart, self.whole = norm, heads, groups, apart, whole
-        parts = zip(self._parts(qkv), ((weights.query_weight, weights.query_bias), (weights.key_weight, weights.key_bias)), strict=True)
-        self.kept = [self._normalize(part, *pair) for part, pair in parts]
+        self.kept = [self._normalize(part, *pair) for part, pair in zip(self._parts(qkv), (weights[:2], weights[2:]), strict=True)]
 
     def _parts(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return views of the queries [s, b, groups, heads / groups, d] and the keys [s, b, groups, 1, d]."""
@@ -86,8 +85,7 @@ class HeadNorms:
             The gradients of `weights`, in their order; None for a missing bias.
         """
         sums: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        pairs = ((weights.query_weight, weights.query_bias), (weights.key_weight, weights.key_bias))
-        for part, kept, (weight, bias) in zip(self._parts(grad), self.kept, pairs, strict=True):
+        for part, kept, (weight, bias) in zip(self._parts(grad), self.kept, (weights[:2], weights[2:]), strict=True):
             rows = part.clone(memory_format=torch.contiguous_format).view(-1, part.shape[-1])
             gradients = NormGradients(
                 *ops.normalize_backward(rows, kept.rows, kept.mean, kept.rstd, weight, grad_residual=None, rms=self.norm.rms)

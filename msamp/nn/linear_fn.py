@@ -95,9 +95,7 @@ class LinearFunction(torch.autograd.Function):
             g = cast_operand(g2d, layer.grad, layer.gemm.grad_output, col=needs_w and not outs.spread, combine=combine)
             gathered = outs.start_gather(g.codes, "grad_output all-gather") if outs.spread else None
         if needs_x:
-            w = layer.weight(w_payload, transpose=True)
-        if needs_x:
-            dtype = grad_output.dtype
+            w, dtype = layer.weight(w_payload, transpose=True), grad_output.dtype
             partial = layer.grad_input(g, w, dtype) if gathered is None else gathered.product(layer.grad_input_rows(g.scale_inv, w, dtype))
             del w
             summed = ins.start_sum_grad(partial, layer)  # the collective overlaps with the weight gradient

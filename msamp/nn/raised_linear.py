@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from msamp.kernels import ops
 from msamp.kernels.scaled_mm import bf16_linear
 from msamp.nn.block import unviewed
 from msamp.nn.cast_scales import CastScales
@@ -68,7 +67,7 @@ def observe_output(y: torch.Tensor, scaling: LinearScaling, *, sums: bool = Fals
     """
     slots = scaling.slots(record=torch.is_grad_enabled())
     if sums:
-        _record(_rows(y), slots[WIRE])
+        slots[WIRE].record(_rows(y))
     return _Output.apply(y, slots[GRAD_OUTPUT], scaling.gemm.grad_output)
 
 
@@ -83,12 +82,7 @@ def _observe(x: torch.Tensor, slot: CastScales, cast: Cast, channels: ChannelSlo
     if slot.watch is not None:
         cast_operand(x, slot, cast)
     else:
-        _record(x, slot)
-
-
-def _record(x: torch.Tensor, slot: CastScales) -> None:
-    if slot.amax is not None:
-        slot.amax.copy_(torch.maximum(slot.amax, ops.amax(x)))
+        slot.record(x)
 
 
 class _Values(torch.autograd.Function):
@@ -116,7 +110,7 @@ class _Input(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         if ctx.sums is not None:
-            _record(_rows(grad), ctx.sums)
+            ctx.sums.record(_rows(grad))
         return grad, None, None, None, None
 
 

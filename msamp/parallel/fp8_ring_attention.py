@@ -20,7 +20,7 @@ The merged output is rounded once more than the output of one process. The gradi
 sums to E5M2 again would cost 3 dB.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -102,8 +102,7 @@ class FP8RingAttention(FP8OverRanks):
             ValueError: if the number of tokens is odd with a causal mask.
         """
         travelling, merged, length = self._travelling(of), None, of.query.shape[0]
-        for number, step in enumerate(steps_of(self.peers, length, causal=self.causal)):
-            step = _without_first(step, self._source(number))
+        for step in self._steps(length):
             part = self.attend_part(_part(of, travelling.next(), step), causal=step.causal)
             o, lse = dequantize(part.o, part.o_scale_inv), part.stats.squeeze(3)
             if merged is None:
@@ -120,16 +119,16 @@ class FP8RingAttention(FP8OverRanks):
         payload, *_ = ops.cast_transpose(flat, scale=scale, amax_slot=None, dtype=dtype, row=True, scale_inv_slot=scale_inv)
         return Attended(payload.view(merged.o.shape), scale_inv, merged.lse[..., None])
 
-    def _source(self, number: int) -> int:
-        """Return the rank whose keys are here in step `number`."""
-        return (self.peers.rank - number) % self.peers.ranks
+    def _steps(self, length: int) -> Iterator[Step]:
+        """Return `steps_of` this rank, without the first key of the sequence."""
+        steps = enumerate(steps_of(self.peers, length, causal=self.causal))
+        return (_without_first(step, (self.peers.rank - number) % self.peers.ranks) for number, step in steps)
 
     def prepared_gradients(self, of: Operands, prepared: Prepared) -> Gradients:
         """Return the gradients of this rank's operands in FP32."""
         travelling, arriving = self._travelling(of), _Arriving(self, of.key.shape)
         sums = [x.new_zeros(x.shape, dtype=torch.float32) for x in of[:3]]
-        for number, step in enumerate(steps_of(self.peers, of.query.shape[0], causal=self.causal)):
-            step = _without_first(step, self._source(number))
+        for number, step in enumerate(self._steps(of.query.shape[0])):
             rows = prepared.part(step.queries)
             *codes, scale_invs, _ = self.part_gradients(_part(of, travelling.next(), step), rows, causal=step.causal)
             if scale_invs is None:  # sums of several calls of the kernel, which travel in FP8 as one call's do
