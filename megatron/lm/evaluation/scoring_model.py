@@ -150,14 +150,9 @@ def mlp(module: MLP | MoE, activation: str) -> Function:
 
 def _mixture(layer: MoE, activation: str) -> Function:
     shared = None if layer.shared_experts is None else mlp(layer.shared_experts, activation)
-    weights, dtype = [getattr(layer.experts, name) for name in layer.experts.weight_names], layer.config.params_dtype
-    with torch.no_grad():  # low-precision matrices as one tensor [E, N, K] in the compute dtype
-        fc1, fc2 = (
-            torch.stack([(x.dequantize(torch.float32) if isinstance(x, ScalingTensor) else x).to(dtype) for x in weight.matrices])
-            if isinstance(weight, ExpertMatrices)
-            else weight
-            for weight in weights
-        )
+    weights = [getattr(layer.experts, name) for name in layer.experts.weight_names]
+    with torch.no_grad():
+        fc1, fc2 = (weight.stacked() if isinstance(weight, ExpertMatrices) else weight for weight in weights)
 
     def mixture(x: Tensor) -> Tensor:
         probs, experts = layer.router(x)

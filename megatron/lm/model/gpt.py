@@ -127,11 +127,15 @@ class GPT(LanguageModule):
         entries.pop(f"{prefix}output_layer._extra_state", None)
         return entries
 
-    def _decoded(self, tokens: Tensor, position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Return this stage's hidden states [s, b, h].
+    def hidden_states(self, tokens: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return this stage's hidden states [s, b, h], on the last stage after the final norm: the input of the output layer.
 
         The rotary angles [s, 1, 1, r] of a sequence length are the same tensor for the life of the model: megatron-core only caches the
         last 32 calls over all models. The tables that CUDA graphs read live as long as their angles (`cos_sin`).
+
+        Args:
+            tokens, position_ids: [b, s] int64.
+            attention_mask: for `SDPAttention.forward`; for encoders bool [b, 1, 1, s], True at tokens to ignore, such as padding.
         """
         embedded = self.embedding(tokens, position_ids) if self.pre_process else None
         rotary: Tensor | None = None
@@ -150,7 +154,7 @@ class GPT(LanguageModule):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
     ) -> Tensor:
-        hidden = self._decoded(tokens, position_ids, attention_mask)
+        hidden = self.hidden_states(tokens, position_ids, attention_mask)
         if not self.post_process:
             return hidden
         if labels is not None and loss_mask is not None:
@@ -163,18 +167,6 @@ class GPT(LanguageModule):
         """Return the attention mask for `forward` in which tokens attend only to their own document; documents: [b, s] int."""
         dtype = self.config.params_dtype if documents.is_cuda else torch.float32  # as `SDPAttention` computes
         return document_mask(documents, causal=self.causal, dtype=dtype)
-
-    def hidden_states(self, tokens: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return the input of the output layer.
-
-        Args:
-            tokens, position_ids: [b, s] int64.
-            attention_mask: bool [b, 1, 1, s], True at tokens to ignore, such as padding; for encoders only.
-
-        Returns:
-            [s, b, h] after the final norm, on the last pipeline stage.
-        """
-        return self._decoded(tokens, position_ids, attention_mask)
 
     def _loss_sum(self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
         """hidden_states [s, b, h], with sequence parallelism this rank's slice of s, labels and loss_mask [b, s] -> the masked sum, FP32
@@ -301,7 +293,7 @@ def build_model(
         )
         others = dict.fromkeys(precision.layers_in_bf16(model.num_layers), layer_linears(recipe, LINEARS))
         layers = block_spec(core_config, linears, options, vp_stage, others, model.moe_layers)
-    head = {"output_linear": output_linear(recipe), "head_precision": precision.output_layer_precision}
+    head = {"output_linear": output_linear(), "head_precision": precision.output_layer_precision}
     gpt = assemble(model, core_config, layers, vocab_size, vp_stage, seed=training.seed, **head)
     convert_experts(gpt, recipe, precision.fp8_experts(model))
     sent = WireBytes() if sent is None else sent

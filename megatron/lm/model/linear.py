@@ -251,27 +251,15 @@ def _bind(base: type[nn.Module], recipe: Recipe, wide: type[nn.Module] = WideGem
     return type(base.__name__, (wide, base), {})
 
 
-def column_linear(recipe: Recipe) -> type[nn.Module]:
-    """Return the class for the slots `linear_qkv` and `linear_fc1`, constructed as megatron-core's ColumnParallelLinear."""
-    return _bind(ColumnParallelLinear, recipe)
-
-
-def row_linear(recipe: Recipe, *, smooth: bool = False) -> type[nn.Module]:
-    """Return the class for the slots `linear_proj` and `linear_fc2`, constructed as megatron-core's RowParallelLinear; `smooth` as in
-    `FP8Gemm`."""
-    return _bind(RowParallelLinear, recipe, smooth=smooth)
-
-
 def layer_linears(recipe: Recipe, bf16: Collection[str] = (), *, smooth: bool = False) -> dict[str, type[nn.Module]]:
-    """Return the linear-layer classes of a transformer layer by slot; those in `bf16` have the GEMMs of O0. With `smooth`, the channels of
-    the MLP's activation have their own scales in FP8."""
-    fc2 = functools.partial(row_linear, smooth=smooth)
-    classes: dict[str, Callable[[Recipe], type[nn.Module]]]
-    classes = {"linear_qkv": column_linear, "linear_proj": row_linear, "linear_fc1": column_linear, "linear_fc2": fc2}
-    return {slot: make(BF16 if slot in bf16 else recipe) for slot, make in classes.items()}
+    """Return the linear-layer classes of a transformer layer by slot, constructed as megatron-core's; those in `bf16` have the GEMMs of O0.
+    With `smooth`, the channels of the MLP's activation have their own scales in FP8."""
+    first, last = ColumnParallelLinear, RowParallelLinear
+    bases = {"linear_qkv": first, "linear_proj": last, "linear_fc1": first, "linear_fc2": last}
+    return {slot: _bind(base, BF16 if slot in bf16 else recipe, smooth=smooth and slot == "linear_fc2") for slot, base in bases.items()}
 
 
-def output_linear(recipe: Recipe) -> type[nn.Module]:
+def output_linear() -> type[nn.Module]:
     """Return the class of the LM head, which stays in the compute dtype in every recipe."""
     return _bind(ColumnParallelLinear, BF16, HeadGemm)
 

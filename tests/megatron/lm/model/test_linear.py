@@ -13,7 +13,7 @@ from helpers import dist, tiny
 from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.model import linear
 from megatron.lm.model.gpt import build_model, transformer_config
-from megatron.lm.model.linear import column_linear, row_linear
+from megatron.lm.model.linear import layer_linears
 from megatron.lm.processes import process_groups
 from msamp.comm.counters import WireBytes, all_gather_sent, all_reduce_sent
 from msamp.nn.linear import FP8Linear
@@ -33,8 +33,8 @@ def make(kind: str, recipe: Recipe) -> nn.Module:
     core = transformer_config(settings.model, settings.parallel, settings.training, recipe)
     common = {"config": core, "init_method": normal_, "bias": True, "skip_bias_add": True}
     if kind == "column":
-        return column_linear(recipe)(IN, OUT, gather_output=False, is_expert=False, **common)
-    return row_linear(recipe)(IN, OUT, input_is_parallel=True, is_expert=False, **common)
+        return layer_linears(recipe)["linear_fc1"](IN, OUT, gather_output=False, is_expert=False, **common)
+    return layer_linears(recipe)["linear_fc2"](IN, OUT, input_is_parallel=True, is_expert=False, **common)
 
 
 def random(*shape: int, seed: int = 1) -> Tensor:

@@ -19,12 +19,12 @@ from megatron.lm.config.sections.baselines import PeerRecipe
 from megatron.lm.model import gpt, peer
 from megatron.lm.model.attention import SDPAttention
 from megatron.lm.model.gpt import transformer_config
-from megatron.lm.model.linear import column_linear, row_linear
+from megatron.lm.model.linear import layer_linears
 from megatron.lm.model.norm import LayerNorm, RMSNorm
 from msamp.numerics.recipe import BF16
 
 
-class NormColumn(column_linear(BF16)):  # type: ignore[misc]
+class NormColumn(layer_linears(BF16)["linear_fc1"]):  # type: ignore[misc]
     """Norm and linear layer in one, with the names that Transformer Engine's has."""
 
     def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
@@ -42,7 +42,7 @@ class Provider(LocalSpecProvider):
     """Answers as megatron-core's TESpecProvider does."""
 
     def row_parallel_linear(self) -> type:
-        return row_linear(BF16)
+        return layer_linears(BF16)["linear_fc2"]
 
     def fuse_layernorm_and_linear(self) -> bool:
         return True
