@@ -404,7 +404,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         for number, (saved, group) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=True)):
             params, kept = group["params"], {key: group[key] for key in ("param_names",) if key in group}
             group.clear()  # but the same dict, which schedulers may hold
-            group.update(copy.deepcopy({**kept, **saved, "params": []}), params=params)
+            group.update(copy.deepcopy({**saved, **kept, "params": []}), params=params)
             group["formats"] = named_formats(group["formats"], len(group["params"]))
             give_keys(group, number, self.seed)
         self._take(

@@ -27,8 +27,7 @@ def trained(**options) -> torch.optim.SGD:
 def test_states_come_back_as_they_were_saved_by_number_of_parameter_and_none_is_left_over():
     saved = trained().state_dict()
     saved["state"][0]["momentum_buffer"] = torch.full((3,), 1.001)  # FP32 beside a BF16 parameter
-    optimizer = trained()
-    found = saved_states(optimizer, saved, "momentum")
+    found = saved_states(optimizer := trained(), saved, "momentum")
     assert list(found) == [0, 2]
     assert found[0]["momentum_buffer"] is saved["state"][0]["momentum_buffer"]
     saved["state"] = {str(number): state for number, state in saved["state"].items()}
@@ -66,7 +65,8 @@ def test_other_numbers_and_names_of_parameters_are_refused():
 
     assert parameter_names(named("a", "b")) == ["a", "b"]
     assert parameter_names(trained())[:2] == ["parameter 0 of group 0", "parameter 0 of group 1"]
-    saved_states(named("a", "b"), named("a", "b").state_dict(), "momentum")
+    for name in ("b", "parameter 1 of group 0", "_orig_mod.b"):  # its own, none (`add_param_group`), torch.compile's
+        saved_states(named("a", "b"), named("a", name).state_dict(), "momentum")
     with pytest.raises(ValueError, match="parameter group 0 was saved with b, but this optimizer has a; build the optimizer like"):
         saved_states(named("a", "b"), named("b", "a").state_dict(), "momentum")
     with pytest.raises(ValueError, match="parameter group 0 was saved with 1 parameters, this optimizer has 2"):
