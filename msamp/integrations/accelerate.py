@@ -95,9 +95,8 @@ class Accelerator(accelerate.Accelerator):
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Like accelerate's."""
-        owners = optimizers_of(model.parameters())
         with contextlib.ExitStack() as stack:
-            for context in [owner.no_sync() for owner in owners] or [super().no_sync(model)]:
+            for context in [owner.no_sync() for owner in optimizers_of(model.parameters())] or [super().no_sync(model)]:
                 stack.enter_context(context)
             yield
 

@@ -55,7 +55,7 @@ def chosen_recipe(
         ValueError: for an unknown name, two recipes, one that scales the loss, and a cast or a gradient format for a recipe without FP8
             GEMMs.
     """
-    named = [given if isinstance(given, Recipe) else recipes.by_name(given) for given in (recipe, opt_level) if given is not None]
+    named = [recipes.by_name(given) for given in (recipe, opt_level) if given is not None]
     first, *others = named or [recipes.O2]
     if any(other != first for other in others):
         raise ValueError(f"recipe is {first.name!r} and opt_level is {opt_level!r}; both select the recipe, so pass only one of them")

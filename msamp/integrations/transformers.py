@@ -80,10 +80,9 @@ class Trainer(transformers.Trainer):
         optimizer = super().create_optimizer(model)
         if not isinstance(optimizer, AcceleratedOptimizer | LoopOptimizer):
             held = cast("nn.Module", self.model)
-            _, optimizer = initialize(held, optimizer, self.recipe)
-            self.optimizer = optimizer
+            _, self.optimizer = initialize(held, optimizer, self.recipe)
             if not isinstance(held, transformers.PreTrainedModel):
-                save_plain(held, optimizer)
+                save_plain(held, self.optimizer)
         return cast("torch.optim.Optimizer", self.optimizer)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:

@@ -19,11 +19,11 @@ from msamp.nn.multihead_attention import FP8MultiheadAttention
 from msamp.nn.parameter_swap import check_swappable, swap_contents_
 from msamp.nn.scaling_state import LinearScaling
 from msamp.nn.survey import as_experts, decide, dotted, is_conv1d
-from msamp.numerics.recipe import Recipe
+from msamp.numerics.recipe import Recipe, by_name
 from msamp.numerics.tensor import ScalingTensor
 
 
-def convert(model: nn.Module, recipe: Recipe, accept: Filter = DEFAULT) -> nn.Module:
+def convert(model: nn.Module, recipe: Recipe | str, accept: Filter = DEFAULT) -> nn.Module:
     """Convert linear layers to FP8Linear in place. Layers and Parameters remain the same objects, with their hooks and attributes.
 
     Experts are the exception: each weight [E, N, K] is replaced by E parameters (`msamp.nn.expert_matrices`), so build optimizers after
@@ -35,7 +35,7 @@ def convert(model: nn.Module, recipe: Recipe, accept: Filter = DEFAULT) -> nn.Mo
 
     Args:
         model: any module tree, or a single Linear.
-        recipe: with FP8 GEMMs; any other leaves the model unchanged.
+        recipe: with FP8 GEMMs, or its name; any other leaves the model unchanged.
         accept: predicate over (dotted name, layer), see `msamp.nn.filters`; a MultiheadAttention requires `in_proj` and `out_proj`.
 
     Returns:
@@ -45,6 +45,7 @@ def convert(model: nn.Module, recipe: Recipe, accept: Filter = DEFAULT) -> nn.Mo
         ValueError: before any conversion, if a weight has NaN or Inf, or a view of it is alive; the message names the weight, and who
             holds the view (`msamp.nn.parameter_swap`).
     """
+    recipe = by_name(recipe)
     conversions = plan_conversions(model, recipe, accept)
     for name, p in planned_weights(conversions).items():
         check_finite(p, name)

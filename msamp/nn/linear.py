@@ -45,7 +45,7 @@ from msamp.nn.linear_fn import linear
 from msamp.nn.parameter_swap import apply_
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.lost_writes import loading
-from msamp.numerics.recipe import O2, Gemms, Recipe
+from msamp.numerics.recipe import O2, Gemms, Recipe, by_name
 from msamp.numerics.stochastic_rounding import off_ties, unwrapped
 from msamp.numerics.tensor import ScalingTensor, not_exportable
 from msamp.numerics.tensor_ops import watch
@@ -158,7 +158,7 @@ class FP8Linear(Loading, nn.Linear):
     Args:
         in_features, out_features: at least 1; the GEMMs pad to multiples of 16.
         bias: learn an additive bias of `dtype`.
-        recipe: one with FP8 GEMMs (O1, O2, O3); `weight` is stored in its `weight` format.
+        recipe: one with FP8 GEMMs, or its name (O1, O2, O3); `weight` is stored in its `weight` format.
         device, dtype: of the layer; `dtype` is also the outer dtype of the weight, and the dtype of its gradient.
 
     Shape: [..., in_features] -> [..., out_features] in the input's dtype.
@@ -171,11 +171,12 @@ class FP8Linear(Loading, nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        recipe: Recipe = O2,
+        recipe: Recipe | str = O2,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)
+        recipe = by_name(recipe)
         if recipe.gemm is None:
             raise ValueError(f"recipe {recipe.name} has no FP8 GEMM; use O1, O2 or O3, or torch.nn.Linear")
         self.in_features, self.out_features = in_features, out_features
@@ -188,8 +189,9 @@ class FP8Linear(Loading, nn.Linear):
         self.watch_weights()
 
     @classmethod
-    def from_linear(cls, source: nn.Linear, recipe: Recipe = O2, name: str = "") -> "FP8Linear":
+    def from_linear(cls, source: nn.Linear, recipe: Recipe | str = O2, name: str = "") -> "FP8Linear":
         """Return the FP8 layer with the weights of `source` (a Conv1D for an FP8Conv1D). It keeps the bias Parameter of `source`."""
+        recipe = by_name(recipe)
         if recipe.gemm is None:
             raise ValueError(f"recipe {recipe.name} has no FP8 GEMM; use O1, O2 or O3, or keep torch.nn.Linear")
         layer = cls.__new__(cls)

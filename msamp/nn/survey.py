@@ -20,7 +20,7 @@ from msamp.nn.linear import FP8Linear, Loading
 from msamp.nn.multihead_attention import why_not
 from msamp.nn.scaling_state import LinearScaling
 from msamp.nn.vocabulary_loss import causal_lm_loss
-from msamp.numerics.recipe import O2, Recipe
+from msamp.numerics.recipe import O2, Recipe, by_name
 from msamp.numerics.tensor import PLAIN, ScalingTensor
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -135,16 +135,16 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def survey(model: nn.Module, recipe: Recipe = O2, accept: Filter = DEFAULT) -> Survey:
+def survey(model: nn.Module, recipe: Recipe | str = O2, accept: Filter = DEFAULT) -> Survey:
     """Report what `convert` will do with a model, without changing it. For a model that has FP8 layers it reports the current state, and
     `accept` only serves to explain why a layer may have been left out.
 
     Args:
         model: any module tree.
-        recipe: without FP8 GEMMs nothing is converted.
+        recipe: or its name; without FP8 GEMMs nothing is converted.
         accept: as for `convert`.
     """
-    return decide(model, recipe, accept, "it was left out of the conversion" if any(map(in_fp8, model.modules())) else "")
+    return decide(model, by_name(recipe), accept, "it was left out of the conversion" if any(map(in_fp8, model.modules())) else "")
 
 
 def decide(model: nn.Module, recipe: Recipe, accept: Filter, left_out: str = "") -> Survey:

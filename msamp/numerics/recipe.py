@@ -376,7 +376,7 @@ def as_published(paper: str, recipe: Recipe | str | None = None) -> Recipe:
     """
     if paper not in PAPERS:
         raise ValueError(f"paper is {paper!r}; choose one of {', '.join(PAPERS)}")
-    own = by_name(recipe) if isinstance(recipe, str) else recipe or PAPERS[paper][0]
+    own = PAPERS[paper][0] if recipe is None else by_name(recipe)
     if own.name not in (names := [each.name for each in PAPERS[paper]]):
         raise ValueError(f"recipe {own.name!r} is not of the paper {paper!r}; choose one of {', '.join(names)}")
     if paper == "fp8-lm":
@@ -407,14 +407,13 @@ def names() -> tuple[str, ...]:
     return tuple(_TABLE)
 
 
-def by_name(name: str) -> Recipe:
-    """Return the recipe that `--precision` or `--opt-level` names; O0 is bf16.
+def by_name(name: str | Recipe) -> Recipe:
+    """Return the recipe that `--precision` or `--opt-level` names, or the Recipe itself; O0 is bf16.
 
     Raises:
         ValueError: if the name is unknown; the message lists the accepted ones.
     """
-    known = _TABLE.get("bf16" if name == "O0" else name)
-    if known is None:
+    if (known := name if isinstance(name, Recipe) else _TABLE.get("bf16" if name == "O0" else name)) is None:
         raise ValueError(f"precision {name!r} is unknown; choose one of {', '.join(names())} (O0 is bf16)")
     return known
 
