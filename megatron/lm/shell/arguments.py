@@ -1,6 +1,7 @@
 """Command lines of tools, and `type` functions of their arguments, which refuse invalid values before any work."""
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -54,8 +55,8 @@ def output_file(text: str) -> Path:
         if file.is_dir():
             raise argparse.ArgumentTypeError(f"{text} is a folder: give a file in it")
         above = next(folder for folder in file.absolute().parents if folder.exists())
-        if not above.is_dir():
-            raise argparse.ArgumentTypeError(f"{text} is below {above}, which is a file: choose another path")
+        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+            raise argparse.ArgumentTypeError(f"{text} is below {above}, which is a file or cannot be written: choose another path")
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text} cannot be written ({error.strerror}): choose another file") from None
     return file

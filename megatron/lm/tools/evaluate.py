@@ -41,11 +41,10 @@ def print_perplexity(args: argparse.Namespace) -> None:
     for path in args.text:
         if not path.is_file() or path.suffix not in (".txt", ".jsonl", ".json"):
             raise ValueError(f"--text {path} is not a .txt, .jsonl or .json file: give text, or one JSON object per line")
-    names = [str(model) for model in args.models]
-    if len(set(names)) < len(names):
-        raise ValueError(f"{' '.join(names)}: a model is listed twice")
+    if len(set(args.models)) < len(args.models):
+        raise ValueError(f"{' '.join(map(str, args.models))}: a model is listed twice")
     results: dict[str, dict[str, Any]] = {}
-    with Progress(f"loading {names[0]}") as progress:
+    with Progress(f"loading {args.models[0]}") as progress:
 
         def advance(tokens: int) -> None:
             progress.done += tokens

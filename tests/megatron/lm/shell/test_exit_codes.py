@@ -133,6 +133,7 @@ def test_what_ends_well_ends_as_it_says(capsys: pytest.CaptureFixture[str]):
         (arguments.output_file, " ", "empty"),
         (arguments.output_file, "/", "folder"),
         (arguments.output_file, "/dev/null/x/y", "/dev/null"),
+        (arguments.output_file, "/proc/self/x", "below /proc/self, which is a file or cannot be written"),
         (arguments.output_file, "x" * 300, "cannot be written"),
         (arguments.count(0), "-1", "-1"),
         (arguments.count(1, 8), "9", "9"),
