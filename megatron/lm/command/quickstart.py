@@ -130,7 +130,7 @@ def fresh(folder: Path) -> None:
 def train_all(options: Options) -> list[Run]:
     """Train both levels."""
     threads = max(1, (os.cpu_count() or 1) // options.processes)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.processes)]
+    torchrun = [sys.executable, "-m", "megatron.lm.shell.torchrun", "--standalone", "--nproc-per-node", str(options.processes)]
     commands = {level: [*torchrun, "-m", "megatron.lm.pretrain", *training_flags(level, options)] for level in LEVELS}
     for level in LEVELS:
         fresh(options.out / level)
