@@ -195,12 +195,7 @@ def _colors(runs: Sequence[Run]) -> list[str]:
 
 
 def write_report(
-    runs: Sequence[Run],
-    out: Path,
-    *,
-    meta: Mapping[str, Any] | None = None,
-    window: int = 3,
-    problems: Sequence[str] | None = None,
+    runs: Sequence[Run], out: Path, *, meta: Mapping[str, Any] | None = None, window: int = 3, problems: Sequence[str] | None = None
 ) -> Path:
     """Write report.html, its plot and the loss curves (curves.csv) into the folder `out` (created if missing); return the page's path.
 
@@ -247,6 +242,8 @@ def summary(runs: Sequence[Run], entropy: float | None) -> list[str]:
         for run, loss in zip(runs[1:], losses[1:], strict=True)
         if loss is not None and base is not None and math.isfinite(loss) and math.isfinite(base)
     ]
+    if len(ends := {run.valid[-1]["iteration"] for run in runs if run.valid}) > 1:  # a run that was stopped, or is still training
+        parts = [f"the last evaluations are at iterations {', '.join(map(str, sorted(ends)))}, so losses are not compared"]
     if entropy is not None and base is not None and math.isfinite(base):
         parts.append(f"{runs[0].name} is {100 * (1 - base / entropy):.1f} % below the unigram entropy of {entropy:.4f}")
     return [first, "; ".join(parts)]

@@ -85,14 +85,8 @@ def checkpoint(ms_amp, weights: msamp.formats.Format = FP16) -> tuple[bytes, dic
     stored = {name: ms_amp.scaled(x, weights) if x.dim() > 1 else x for name, x in values.items()}
     packed = [{"step": 5, "exp_avg": ms_amp.scaled(s["exp_avg"], E4M3), "exp_avg_sq": ms_amp.scaled(s["exp_avg_sq"], FP16)} for s in states]
     group = {
-        "lr": 1e-2,
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
-        "weight_decay": 0.1,
-        "amsgrad": False,
-        "maximize": False,
-        "params": [0, 1, 2, 3],
-    }
+        "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False, "maximize": False, "params": [0, 1, 2, 3],
+    }  # fmt: skip
     return ms_amp.write({"model": stored, "optimizer": {"state": dict(enumerate(packed)), "param_groups": [group]}}), values, states
 
 

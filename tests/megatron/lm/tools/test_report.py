@@ -72,6 +72,11 @@ def test_a_loss_that_is_not_finite_is_a_gap_and_is_said(tmp_path, capsys):
     assert (tmp_path / "out" / "loss.png").is_file()
 
 
+def test_losses_at_different_iterations_are_not_compared(tmp_path):
+    runs = [report.read_run(name, write(tmp_path / name, [train_line(1, 5.0), valid_line(at, 5.0)])) for name, at in (("a", 1), ("b", 2))]
+    assert report.summary(runs, None)[1] == "the last evaluations are at iterations 1, 2, so losses are not compared"
+
+
 def test_a_loss_of_zero_divides_nothing():
     assert report.relative(0.0, 0.0) == 0.0
     assert report.relative(0.0, 1.0) == math.inf
