@@ -75,9 +75,7 @@ def trains(folder: str) -> dict[str, dict[str, Any]]:
 
 
 def fresh_state() -> None:
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for each in (AcceleratorState, GradientState, PartialState):
+    for each in (accelerate.state.AcceleratorState, accelerate.state.GradientState, accelerate.state.PartialState):
         each._reset_state()
 
 
@@ -160,12 +158,10 @@ def test_fp8_of_accelerate_is_refused_before_it_looks_for_packages(monkeypatch: 
 
 
 def test_what_cannot_be_spread_and_what_cannot_be_paired_is_refused(monkeypatch: pytest.MonkeyPatch):
-    from accelerate.utils import DistributedType
-
     made, model = Accelerator(cpu=True), net()
     with pytest.raises(ValueError, match=r"2 models and 1 optimizers to convert; pass one of each"):
         made.prepare(model, net(), torch.optim.AdamW(model.parameters()))
-    monkeypatch.setattr(type(made), "distributed_type", property(lambda self: DistributedType.FSDP))
+    monkeypatch.setattr(type(made), "distributed_type", property(lambda self: accelerate.utils.DistributedType.FSDP))
     with pytest.raises(ValueError, match=r"accelerate is set to FSDP, which does not support FP8 weights; choose MULTI_GPU"):
         made.check()
 

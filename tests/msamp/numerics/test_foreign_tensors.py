@@ -42,9 +42,7 @@ def ms_amp(monkeypatch):
         "hooks": ("msamp.common.tensor.hook", "HookManager"),
         "qtype": ("msamp.common.dtype.dtypes", "QType"),
     }
-    classes = {}
-    for key, (module, name) in names.items():
-        classes[key] = type(name, (), {"__module__": module})
+    classes = {key: type(name, (), {"__module__": module}) for key, (module, name) in names.items()}
     found = types.SimpleNamespace(**classes)
 
     def write(content: Any) -> bytes:

@@ -38,15 +38,13 @@ def saving(config: Config, world_size: int) -> Problems:
 
 def faults(config: Config, world_size: int) -> Problems:
     """The threshold of a spike must be above 1."""
-    settings = config.faults
-    if 0 < settings.loss_spike_threshold <= 1:
-        yield (
-            f"--loss-spike-threshold {settings.loss_spike_threshold:g} makes every loss a spike: give more than 1, such as 2, or 0 for none"
-        )
+    threshold = config.faults.loss_spike_threshold
+    if 0 < threshold <= 1:
+        yield f"--loss-spike-threshold {threshold:g} makes every loss a spike: give more than 1, such as 2, or 0 for none"
 
 
 def outputs(config: Config, world_size: int) -> Problems:
-    """Every output must be writable."""
+    """Every output must be writable, and no two the same file."""
     folders = {
         "save": config.checkpoint.save,
         "non_persistent_global_ckpt_dir": config.checkpoint.non_persistent_global_ckpt_dir,
@@ -66,6 +64,9 @@ def outputs(config: Config, world_size: int) -> Problems:
     for name, path in files.items():
         if path is not None:
             yield from _writable_file(name, Path(path))
+    paths = [os.path.realpath(path) for path in files.values() if path is not None and path != os.devnull]
+    if len(set(paths)) < len(paths):
+        yield f"{' and '.join(flag(name) for name in files if files[name] is not None)} name a file twice: give each its own"
 
 
 def _writable_file(name: str, file: Path) -> Problems:

@@ -156,6 +156,12 @@ def test_folders_without_permission_are_refused(monkeypatch):
     assert "--metrics-file corpus.bin" in str(caught.value)
 
 
+def test_no_two_outputs_are_one_file():
+    check(config("--metrics-file /dev/null --record-precision /dev/null"), 1)
+    with pytest.raises(ValueError, match="--metrics-file and --record-precision name a file twice"):
+        check(config("--metrics-file new.jsonl --record-precision ./new.jsonl"), 1)
+
+
 @pytest.mark.promise("Starting and ending", "A path that is not UTF-8 is refused.")
 def test_a_path_that_is_not_utf_8_is_refused():
     with pytest.raises(ValueError, match=r"--save 'new/\\udcff'"):
