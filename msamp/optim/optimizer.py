@@ -240,7 +240,11 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         for holding in holdings:
             version = version_of(holding.param)
             if self._cast.get(holding.weight) != version:
-                follow_states_(self.state.get(holding.weight, {}), holding.as_written(), holding.whole)
+                state = self.state.get(holding.weight, {})
+                for declared, fmt in updates.kept_states(holding.param, holding.formats) if state else ():
+                    if declared.copy and declared.key not in state:  # the weight was its own master until model.bfloat16()
+                        state[declared.key] = holding.master(fmt, None)
+                follow_states_(state, holding.as_written(), holding.whole)
             self._cast[holding.weight] = version
 
     def _init_state(self, holding: Holding, values: torch.Tensor | None = None) -> None:
@@ -255,12 +259,9 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 state |= begun(declared.key, fmt, holding.weight)
 
     def _whole(self) -> list[Holding]:
-        entries = [
-            (p, group, formats, key)
-            for group in self.param_groups
-            for p, formats, key in zip(group["params"], formats_of(group), group["keys"], strict=True)
-        ]
-        return [Holding(p, group, formats, index, p, place=index, key=key) for index, (p, group, formats, key) in enumerate(entries)]
+        zipped = ((group, zip(group["params"], formats_of(group), group["keys"], strict=True)) for group in self.param_groups)
+        entries = enumerate((group, *own) for group, members in zipped for own in members)
+        return [Holding(p, group, formats, index, p, place=index, key=key) for index, (group, p, formats, key) in entries]
 
     def holdings(self) -> list[Holding]:
         """Return what this process updates, in parameter order."""
@@ -407,16 +408,12 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             group.update(copy.deepcopy({**saved, **kept, "params": []}), params=params)
             group["formats"] = named_formats(group["formats"], len(group["params"]))
             give_keys(group, number, self.seed)
-        self._take(
-            {
-                holding.place: {
-                    key: value if key == "step" else copy_of_rows(value, holding.rows or slice(None))
-                    for key, value in states[holding.index].items()
-                }
-                for holding in self.holdings()
-                if holding.index in states
-            }
-        )
+        own = {}
+        for holding in self.holdings():
+            if holding.index in states:
+                rows, kept = holding.rows or slice(None), states[holding.index]
+                own[holding.place] = {key: value if key == "step" else copy_of_rows(value, rows) for key, value in kept.items()}
+        self._take(own)
 
     def take_states(self, states: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         """Replace all states by `states`, keyed by the `place` of this process's holdings, in this optimizer's formats and on any device.

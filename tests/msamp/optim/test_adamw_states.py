@@ -34,10 +34,7 @@ IMPOSSIBLE = {
     "step": (lambda state: state.update(step=torch.tensor(-1.0)), "step of parameter 0 of group 0 holds -1"),
     "fp32": (lambda state: state.update(exp_avg=state["exp_avg"].dequantize()), "exp_avg .* is torch.float32 .* torch.float8_e4m3fn with"),
     "e5m2": (lambda state: state.update(exp_avg=ScalingTensor.quantize(state["exp_avg"].dequantize(), E5M2)), "is torch.float8_e5m2 with"),
-    "shape": (
-        lambda state: state.update(exp_avg=state["exp_avg"].t()),
-        "exp_avg of parameter 0 of group 0 is .*, but this optimizer stores",
-    ),
+    "shape": (lambda state: state.update(exp_avg=state["exp_avg"].t()), "exp_avg of parameter 0 .* is .*, but this optimizer stores"),
     "lacking": (lambda state: state.pop("exp_avg"), "the state of parameter 0 of group 0 lacks exp_avg; load a state"),
 }
 
@@ -122,6 +119,16 @@ def test_weights_that_somebody_has_written_survive_the_next_step(kind, how):
     assert all(torch.equal(a, b) for a, b in zip(want, other.values(), strict=True))
     loop.step(2, lr=1e-9)
     assert all(torch.equal(a, b) for a, b in zip(loop.values(), want, strict=True))
+
+
+def test_a_weight_that_is_cast_to_bf16_gets_a_master():
+    p = nn.Parameter(torch.ones(4))
+    optimizer = LowPrecisionOptimizer([p], formats=FP32_STATES, lr=1e-4, weight_decay=0.0)
+    for _ in range(100):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        p.data = p.data.bfloat16()  # as transformers' Trainer.evaluate does with bf16_full_eval
+    assert p.float().allclose(torch.tensor(0.99), atol=2**-8)
 
 
 @with_masters
