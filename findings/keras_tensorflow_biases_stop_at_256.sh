@@ -4,9 +4,9 @@
 # Seen with keras 3.15.1 and tensorflow-cpu 2.21.0 on Linux x86-64, in fit at its defaults, eager and with jit_compile. Variables are FP32, as the
 # policy promises, but Keras adds a bias by tf.nn.bias_add, whose gradient TensorFlow sums in BF16, where 256 + 1 is 256. With 32,768 tokens in a
 # batch a bias moves a 128th of what it should; of gradients with mean 0.02 and deviation 0.1 of 65,536 tokens the gradient is off by 80 %, where
-# rounding once costs 0.2 %. Kernels and gradients of LayerNormalization, Embedding and PReLU are right, and so is mixed_float16, which hides it: the
-# model trains, and its biases nearly stay where they started. Nothing is reported, and the page on mixed precision does not name it. Right: Keras on
-# jax or torch, or use_bias=False and an addition in FP32.
+# rounding once costs 0.2 %. Gradients of kernels and of LayerNormalization, Embedding and PReLU are right, and so is mixed_float16, which hides it:
+# the model trains, and its biases nearly stay where they started. Nothing is reported, and the docstring of DTypePolicy does not name it. Right:
+# Keras on jax or torch, or use_bias=False and an addition in FP32.
 #
 # Exit code 0: as described; 1: the behaviour has changed. It needs some minutes and 2 GB.
 set -euo pipefail

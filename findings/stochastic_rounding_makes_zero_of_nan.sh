@@ -1,12 +1,12 @@
 #!/bin/bash
 # Stochastic rounding to BF16 in torchao, heavyball, pytorch-optimizer and adv_optm makes -0.0 of the NaN that NVIDIA's GPUs produce.
 #
-# Seen with torchao 0.18.0, heavyball 3.2.1, pytorch-optimizer 4.1.0, adv-optm 2.5.16 and torch 2.13.0 on a CPU, Linux x86-64. All add 16 random bits
-# to the FP32 bits and cut off the lower half. 0x7fffffff, NVIDIA's canonical NaN, the result of every FP32 operation there, runs over into the sign
-# and becomes -0.0 (65,535 times in 65,536). So once a gradient or a moment is NaN on a GPU, a step leaves BF16 weights of zero: outputs are finite,
-# the loss is that of guessing, no check for NaN in weights, activations or loss sees it, and the zeros are saved. A CPU's NaN is 0x7fc00000 or
-# 0xffc00000 and survives, so that tests there pass; here moments get a GPU's bits. Nothing is reported. Right: NaN where the value is not finite, as
-# in `msamp`'s stochastic rounding, or a check of the gradients before the step.
+# Seen with torchao 0.18.0, heavyball 3.2.1, pytorch-optimizer 4.1.0, adv-optm 2.5.16 and torch 2.13.0 on a CPU, Linux x86-64. All carry from the
+# lower 16 bits of FP32 into the upper by chance. 0x7fffffff, which FP32 arithmetic on NVIDIA's GPUs returns for every NaN, runs over into the sign
+# and becomes -0.0 (65,535 times in 65,536). Once a gradient or a moment is NaN there, a step leaves BF16 weights of zero: outputs are finite, the
+# loss is that of guessing, no check for NaN in weights, activations or loss sees it, and the zeros are saved. A CPU's NaN is 0x7fc00000 or 0xffc00000
+# and survives, so that tests there pass; here moments get a GPU's bits, nothing ran on one. Nothing is reported. Right: NaN where the value is not
+# finite, as in `msamp`'s stochastic rounding, or a check of the gradients before the step.
 #
 # Exit code 0: as described; 1: the behaviour has changed. It needs a C++ compiler and minutes, and gigabytes where pip has no torch for CPUs.
 set -euo pipefail
