@@ -40,7 +40,7 @@ def trained(default: str | torch.dtype | None, recipe: str, settings: dict[str, 
             msamp.clip_grad_norm_(model.parameters(), 1.0)
             if step == 3:
                 msamp.lost_updates(its)
-                msamp.float_copy(model)(x)
+                msamp.float_copy(model)(x.float())
             its.step()
             if step == 5:
                 states = through_a_file([model.state_dict(), its.state_dict()], map_location="cpu", weights_only=True)
