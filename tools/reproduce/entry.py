@@ -76,7 +76,6 @@ class Needs:
         gib: memory of each GPU.
         minutes: approximate time of the whole entry.
         files: required folders or files, relative to the root of the checkout.
-        maker: what creates them.
         text: it trains on the text of --text and its results are published, so that the default text must be one that later trees contain
             too.
         computed: its results follow from definitions, shapes and recorded results alone, the same on every machine: `--recompute` reruns
@@ -87,7 +86,6 @@ class Needs:
     gib: int = 0
     minutes: float = 0.1
     files: Sequence[str] = ()
-    maker: str = "msamp prepare-text makes data"
     text: bool = False
     computed: bool = False
 
@@ -100,7 +98,7 @@ class Needs:
         if self.gpus and torch.cuda.get_device_properties(0).total_memory < self.gib * 2**30 * 0.95:
             return f"GPUs of {self.gib} GiB"
         missing = [name for name in self.files if not (root / name).exists()]
-        return f"{', '.join(missing)} ({self.maker})" if missing else ""
+        return f"{', '.join(missing)} (docs/results/commands.md has what makes it)" if missing else ""
 
     def __str__(self) -> str:
         where = f"{self.gpus} GPU(s) of {self.gib} GiB" if self.gpus else "CPU"

@@ -1,5 +1,6 @@
 """Tables are SQL over the recorded rows: what a query gives, what it is refused for, and how pages are filled."""
 
+import fnmatch
 import re
 import statistics
 import subprocess
@@ -103,6 +104,18 @@ def test_a_baseline_is_quoted_by_its_best():
     assert quoted == [*best[0], *best[1]]
 
 
+def test_every_file_of_measurements_has_its_program_in_the_tree_or_in_a_commit():
+    page = (ROOT / "docs/results/commands.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(\S+\.csv)`", " ".join(re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)))
+    folders = [ROOT / "tools" / name / "results" for name in ("bench", "reproduce")]
+    files = [path.relative_to(folder).as_posix() for folder in folders for path in folder.rglob("*.csv")]
+    assert set(files) == {file for pattern in named for file in fnmatch.filter(files, pattern)}
+    assert [pattern for pattern in named if not fnmatch.filter(files, pattern)] == []
+    for name in re.findall(r"`((?:[0-9a-f]{8}:)?\w+/[\w/]+\.(?:py|sh))`", page):
+        found = subprocess.run(["git", "-C", str(ROOT), "cat-file", "-e", name], capture_output=True, check=False).returncode == 0
+        assert (ROOT / name).is_file() or (":" in name and (found or not History.of(ROOT).whole)), name
+
+
 @pytest.mark.parametrize(("text", "word"), [("<!-- table: nonsense -->\n<!-- end -->\n", "nonsense"), ("<!-- table: steps -->\n", "end")])
 def test_a_wrong_marker_is_refused(text, word):
     with pytest.raises(ValueError, match=word):
@@ -126,25 +139,15 @@ KNOWN = "0123456789abcdef0123456789abcdef01234567"
 WHOLE, SHALLOW = History(frozenset([KNOWN]), True), History(frozenset(), False)
 
 
-@pytest.mark.parametrize("commit", ["0123456", "0123456+", "fffffff+", "fffffff?"])
-def test_a_known_commit_and_a_marked_row_are_published(commit):
-    assert unproven([commit], "step.csv", WHOLE) == []
-
-
-@pytest.mark.parametrize("commit", ["fffffff", "unknown", "0"])
-def test_an_unknown_commit_is_refused_by_name(commit):
-    with pytest.raises(ValueError, match=commit):
-        unproven([commit], "step.csv", WHOLE)
-
-
-def test_a_row_without_a_commit_is_refused_in_any_clone():
-    for history in (WHOLE, SHALLOW):
-        with pytest.raises(ValueError, match="step"):
-            unproven([""], "step.csv", history)
-
-
-def test_a_shallow_clone_says_what_it_could_not_check():
+def test_known_commits_and_marked_rows_are_published_and_a_shallow_clone_lists_what_it_could_not_check():
+    assert unproven(["0123456", "0123456+", "fffffff+", "fffffff?"], "step.csv", WHOLE) == []
     assert unproven(["0123456", "fffffff"], "step.csv", SHALLOW) == ["step.csv: 0123456", "step.csv: fffffff"]
+
+
+@pytest.mark.parametrize(("commit", "history"), [("fffffff", WHOLE), ("unknown", WHOLE), ("0", WHOLE), ("", WHOLE), ("", SHALLOW)])
+def test_an_unknown_commit_is_refused_by_name_and_a_row_without_one_in_any_clone(commit, history):
+    with pytest.raises(ValueError, match=commit or "step"):
+        unproven([commit], "step.csv", history)
 
 
 def test_whole_shallow_and_absent_histories_are_told_apart(tmp_path):
@@ -165,8 +168,6 @@ def test_whole_shallow_and_absent_histories_are_told_apart(tmp_path):
 
 
 # The page of promises, from a small tree of tests.
-
-
 TEST = "import pytest\n\n\n@pytest.mark.promise({})\n@pytest.mark.nightly\ndef test_{}():\n    pass\n"
 
 
