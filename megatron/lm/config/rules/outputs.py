@@ -64,7 +64,7 @@ def outputs(config: Config, world_size: int) -> Problems:
     for name, path in files.items():
         if path is not None:
             yield from _writable_file(name, Path(path))
-    paths = [os.path.realpath(path) for path in files.values() if path is not None and path != os.devnull]
+    paths = [os.path.realpath(path) for path in files.values() if path is not None and not Path(path).is_char_device()]
     if len(set(paths)) < len(paths):
         yield f"{' and '.join(flag(name) for name in files if files[name] is not None)} name a file twice: give each its own"
 

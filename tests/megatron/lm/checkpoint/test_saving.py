@@ -5,6 +5,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from msamp.numerics.tensor import ScalingTensor
 @pytest.fixture(scope="module")
 def trainer(prefix: Path) -> Iterator[Trainer]:
     """One for all tests of this file, after 4 steps at O3; saving changes nothing about it."""
-    with tiny.trainer(tiny.config(prefix, opt_level="O3", train_iters=4)) as made:
+    with tiny.trainer(tiny.config(prefix, opt_level="O3", train_iters=4, lr_decay_iters=4)) as made:
         made.run()
         yield made
 
@@ -194,7 +195,8 @@ def test_the_background_writes_what_was_when_save_was_called(made: Trainer, tmp_
     assert told[0] == told[1]
     assert later.keys() == tensors(sync).keys()
     assert not any(torch.equal(x, later[key]) for key, x in tensors(sync).items() if key.startswith("model/decoder.layers.0.mlp"))
-    made.training.config = pointed(made.config, load=str(tmp_path / "async"), ckpt_step=6)
+    longer = replace(made.config, training=replace(made.config.training, train_iters=6))
+    made.training.config = pointed(longer, load=str(tmp_path / "async"), ckpt_step=6)
     load(made.training)
     assert tiny.same(before, checkpoints.everything(made))
 
