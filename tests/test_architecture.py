@@ -16,7 +16,7 @@ MAX_FILES = 12  # at the top of a folder of megatron/lm, whatever their kind
 # lines at the engine's speed and 500 of other people's loops.
 CEILINGS = {
     "msamp": 30_362,
-    "megatron": 23_461,
+    "megatron": 23_462,
     "tools": 8_816,
     "examples": 1_004,
     "tests": 61_980,

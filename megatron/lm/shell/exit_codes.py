@@ -35,13 +35,14 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) i
 
 
 class _Shown:
-    """A text stream that shows control characters as escapes: names and texts of files could set a terminal's title or clear it."""
+    """A text stream that shows as escapes what its encoding lacks, and control characters, which could clear a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        return self._stream.write(text.translate(_CONTROLS))
+        encoding = self._stream.encoding or "utf-8"
+        return self._stream.write(text.translate(_CONTROLS).encode(encoding, "backslashreplace").decode(encoding))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -166,7 +166,7 @@ def test_a_path_that_can_serve_is_taken(tmp_path):
 
 @pytest.mark.parametrize("tool", ["compare", "report", "inspect", "evaluate"])
 def test_control_characters_of_files_are_shown_as_escapes(tool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    folder = tmp_path / "a\x1b]0;b\x07"
+    folder = tmp_path / "a\x1b]0;b\x07\udc80"
     folder.mkdir()
     (folder / "m.jsonl").write_text('{"kind": "train\\u001b[2J"}\n')
     name = str(folder / "m.jsonl")
@@ -175,5 +175,5 @@ def test_control_characters_of_files_are_shown_as_escapes(tool: str, tmp_path: P
     with contextlib.suppress(SystemExit):
         dispatch.main([tool, *flags[tool]])
     shown = "".join(capsys.readouterr())
-    assert "\\x1b" in shown
+    assert all(escape in shown for escape in ("\\x1b", "\\udc80"))
     assert not set(shown) & {"\x1b", "\x07"}
