@@ -138,16 +138,16 @@ def own_folder(path: Path) -> None:
 
 
 def full_disk(error: Exception, folder: Path) -> str | None:
-    """Return a line with the bytes that `folder` requires at least if `error` means that its disk is full, else None.
+    """Return a line with the bytes in `folder` and those still free if `error` means that its disk is full, else None.
 
     Python reports it as an OSError, safetensors in a text, and torch's writer of zip files as a position that it did not expect.
     """
     free = shutil.disk_usage(folder).free if folder.exists() else 0
     torchs = isinstance(error, RuntimeError) and ("unexpected pos" in str(error) or "PytorchStreamWriter" in str(error)) and free < 2**24
-    if not torchs and getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT) and "No space left" not in str(error):
+    if not torchs and getattr(error, "errno", None) != errno.ENOSPC and "No space left" not in str(error):
         return None
     used = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return f"it requires more than {used + free:,} bytes: No space left on device"
+    return f"{used:,} bytes were written and {free:,} are free: No space left on device"
 
 
 @contextlib.contextmanager
@@ -177,8 +177,7 @@ def new_folder(output: Path) -> Iterator[Path]:
                 (partial / _LOCK).unlink()
                 partial.rename(output)
             except Exception as error:
-                full = full_disk(error, partial)
-                if full is None:
+                if (full := full_disk(error, partial)) is None:
                     raise
                 raise OSError(full) from None
             finally:

@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--split-documents", choices=DOCUMENT_SEPARATORS, default=DOCUMENT_SEPARATORS[0], help="what separates documents in a .txt file"
     )
-    parser.add_argument("--output-prefix", required=True, type=name, metavar="PREFIX", help="the datasets are PREFIX_<key>_document")
+    parser.add_argument("--output-prefix", required=True, type=name, metavar="PREFIX", help="of the new datasets PREFIX_<key>_document")
     parser.add_argument("--tokenizer-type", required=True, help=", ".join(TOKENIZERS))
     parser.add_argument("--vocab-file", type=name, help="GPT2BPETokenizer: encoder.json")
     parser.add_argument("--merge-file", type=name, help="GPT2BPETokenizer: vocab.bpe")
@@ -54,9 +54,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--workers", type=count(0, 1024), default=1, help="processes that tokenize; 0: this one (default: 1)")
     parser.add_argument("--log-interval", type=count(1), metavar="N", help="of Megatron-LM's scripts; progress is a line per 5 s instead")
     arguments = parser.parse_args(argv)
-    for key in arguments.json_keys:
+    prefixes = {key: Path(f"{arguments.output_prefix}_{key}_document") for key in arguments.json_keys}
+    for key, prefix in prefixes.items():
         if "/" in key:
             raise ValueError(f"--json-keys {key!r} would be part of a file name, which cannot contain /: rename the member")
+        if Path(f"{prefix}.idx").exists():
+            raise ValueError(f"the dataset {prefix} exists: delete it, or choose another --output-prefix, since nothing is overwritten")
     total_bytes = sum(check_input(path).stat().st_size for path in arguments.input)
     data = DataConfig(
         tokenizer_type=arguments.tokenizer_type,
@@ -70,15 +73,13 @@ def main(argv: list[str] | None = None) -> None:
     )
     options = EncodeOptions(data=data, vocab_size=arguments.vocab_size, append_eod=arguments.append_eod)
     documents = (document for path in arguments.input for document in read_documents(path, arguments.json_keys, arguments.split_documents))
-    prefixes = {key: Path(f"{arguments.output_prefix}_{key}_document") for key in arguments.json_keys}
     start = time.monotonic()
     print(f"tokenizing {total_bytes / 1e6:.1f} MB of {len(arguments.input)} inputs", file=sys.stderr, flush=True)
     with Progress("tokenizing") as progress:
         progress.begin("tokenizing", total_bytes, "bytes")
         counts = write_datasets(documents, prefixes, options, workers=arguments.workers, progress=progress)
-    for key, prefix in prefixes.items():
-        dataset = counts[key]
-        print(f"{prefix}: {dataset.documents} documents, {dataset.tokens} tokens ({dataset.dtype}), {dataset.text_bytes} bytes of text")
+    for key, total in counts.items():
+        print(f"{prefixes[key]}: {total.documents} documents, {total.tokens} tokens ({total.dtype}), {total.text_bytes} bytes of text")
     print(f"done in {time.monotonic() - start:.1f} s")
 
 

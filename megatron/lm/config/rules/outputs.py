@@ -61,12 +61,12 @@ def outputs(config: Config, world_size: int) -> Problems:
         "fp8_gain_cache": config.precision.fp8_gain_cache,
         "memory_snapshot_path": config.profiling.memory_snapshot_path if config.profiling.record_memory_history else None,
     }
+    named: dict[str, str] = {}
     for name, path in files.items():
         if path is not None:
             yield from _writable_file(name, Path(path))
-    paths = [os.path.realpath(path) for path in files.values() if path is not None and not Path(path).is_char_device()]
-    if len(set(paths)) < len(paths):
-        yield f"{' and '.join(flag(name) for name in files if files[name] is not None)} name a file twice: give each its own"
+            if not Path(path).is_char_device() and (other := named.setdefault(os.path.realpath(path), name)) != name:
+                yield f"{flag(other)} and {flag(name)} name one file, {path}: give each its own"
 
 
 def _writable_file(name: str, file: Path) -> Problems:

@@ -122,8 +122,9 @@ TORCHS = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected po
         (TORCHS, 100, True),
         (TORCHS, 2**30, False),
         (PermissionError(13, "Permission denied"), 0, False),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), 2**40, False),
     ],
-    ids=["Python", "safetensors", "torch", "torch, with space", "permission"],
+    ids=["Python", "safetensors", "torch", "torch, with space", "permission", "quota"],
 )
 def test_a_full_disk_is_one_line_with_path_and_bytes_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, free: int, full: bool
@@ -137,5 +138,5 @@ def test_a_full_disk_is_one_line_with_path_and_bytes_and_leaves_nothing(
 
     with pytest.raises(ValueError if full or isinstance(error, OSError) else type(error)) as raised:
         write()
-    assert (f"cannot write {tmp_path / 'o'} (it requires more than {1000 + free:,} bytes" in str(raised.value)) == full
+    assert (f"cannot write {tmp_path / 'o'} (1,000 bytes were written and {free:,} are free: No space" in str(raised.value)) == full
     assert list(tmp_path.iterdir()) == []

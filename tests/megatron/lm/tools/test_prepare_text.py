@@ -192,13 +192,15 @@ def read(prefix):
     return [dataset[i].tolist() for i in range(len(dataset))]
 
 
-def test_jsonl_and_txt_in_the_order_given(arguments, tmp_path, capsys):
+def test_jsonl_and_txt_in_the_order_given_and_no_dataset_is_overwritten(arguments, tmp_path, capsys):
     arguments.insert(2, str(tmp_path / "b.txt"))
     assert preprocess_data.main([*arguments, "--append-eod", "--log-interval", "2"]) == 0
+    assert "out_text_document: 4 documents, 11 tokens (uint16)" in capsys.readouterr().out
+    assert preprocess_data.main([*arguments, "--json-keys", "title", "text"]) == 2
+    assert "out_text_document exists: delete it" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out_title*"))
     assert read(tmp_path / "out_text_document") == [[1, 2, 3, 49], [5, 49], [8, 9, 49], [10, 49]]
     assert json.loads((tmp_path / "out_text_document.json").read_text())["tokens"] == 11
-    captured = capsys.readouterr()
-    assert "out_text_document: 4 documents, 11 tokens (uint16)" in captured.out
 
 
 def test_keys_and_no_eod(arguments, tmp_path):
