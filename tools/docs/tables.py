@@ -1,6 +1,7 @@
 """Tables of the documentation: SQL over the recorded rows, written into the pages.
 
-`tables.toml` has a query per table; one that names commits or is cut off says why in `chosen`, a sentence below it. A page that contains
+`tables.toml` has a query per table, in which `{NAME}` is a template or a value of its own; one that names commits or is cut off says why
+in `chosen`, a sentence below it. A page that contains
 
     <!-- table: NAME -->
     <!-- end -->
@@ -12,10 +13,12 @@ called `text` becomes paragraphs instead, and the column `_` is not shown: it ha
 
 Functions besides SQLite's: fixed(x, digits), kilo(x), code(text), at(commit, gpu, torch, date), without(text, flags), run_of(precision);
 aggregates: ats, median(x), half_width(x), of the 95 % interval of a mean, cost(tokens, base, other), in which `base` falls by the distance,
-paired(base, other[, unit]), the difference of paired losses in percent with its 95 % interval, the seeds above and the verdict.
+covers(base, other, curve), % of its tokens in which a curve (JSON of tokens and losses) does, paired(base, other[, unit]), the difference
+of paired losses in percent with its 95 % interval, the seeds above and the verdict.
 """
 
 import functools
+import json
 import re
 import sqlite3
 import statistics
@@ -25,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.lm.evaluation.paired_difference import interval, paired_difference
+from megatron.lm.evaluation.paired_difference import cost_in_tokens, interval, paired_difference
 from tools.docs.evidence import DIRTY, UNKNOWN
 from tools.measurements import ROOT, read
 
@@ -145,6 +148,12 @@ class _Cost(_Aggregate):
         return f"{(statistics.fmean(other) - statistics.fmean(base)) / fall / 1e6:.1f}M tokens" if fall > 0 else ""
 
 
+class _Covers(_Aggregate):
+    def finalize(self) -> str:
+        share = cost_in_tokens(statistics.fmean(float(other) - float(base) for base, other, _ in self.rows), json.loads(self.rows[0][2]))
+        return "" if share is None else f"{100 * share:.1f}"
+
+
 @functools.cache
 def _database() -> sqlite3.Connection:
     connection = sqlite3.connect(":memory:", check_same_thread=False)
@@ -162,6 +171,7 @@ def _database() -> sqlite3.Connection:
     connection.create_aggregate("half_width", 1, _HalfWidth)  # type: ignore[arg-type]
     connection.create_aggregate("paired", -1, _Paired)  # type: ignore[arg-type]
     connection.create_aggregate("cost", 3, _Cost)  # type: ignore[arg-type]
+    connection.create_aggregate("covers", 3, _Covers)  # type: ignore[arg-type]
     return connection
 
 
@@ -208,7 +218,7 @@ def select(query: str, note: str = "") -> Table:
 
 @functools.cache
 def specifications() -> Mapping[str, Mapping[str, Any]]:
-    """Return `tables.toml`: name -> `query` and `note`, or a `template` with its values."""
+    """Return `tables.toml`: name -> `query`, `note` and values of the query; templates, by name."""
     given: dict[str, Any] = tomllib.loads((Path(__file__).parent / "tables.toml").read_text(encoding="utf-8"))
     return given
 
@@ -224,12 +234,10 @@ def table(name: str) -> Table:
         raise ValueError(f"table {name!r} is unknown: tools/docs/tables.toml has {', '.join(sorted(known))}")
     one = dict(known[name])
     note = " ".join(one.pop(key) for key in ("note", "chosen") if key in one)
-    if "template" in one:
-        template = known["templates"][one.pop("template")]
-        for key, value in one.items():
-            template = template.replace("{" + key + "}", value)
-        return select(template, note)
-    return select(one["query"], note)
+    query = one.pop("query")
+    for key, value in {**known["templates"], **one}.items():
+        query = query.replace("{" + key + "}", value)
+    return select(query, note)
 
 
 def filled(text: str, page: str, more: Mapping[str, str] | None = None) -> str:

@@ -6,20 +6,20 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.docs.tables import select
+from tools.docs.tables import select, specifications
 from tools.reproduce.entry import Finding, paper
 from tools.reproduce.keep import PLACE
 
 QUERIES = tomllib.loads((Path(__file__).parent / "findings.toml").read_text(encoding="utf-8"))
-PARTS = {name: one["text"] for name, one in reversed(QUERIES.items()) if "text" in one}  # a part may contain parts above it
+PARTS = {**{name: one["text"] for name, one in reversed(QUERIES.items()) if "text" in one}, **specifications()["templates"]}
 
 
 def findings(*names: str, **values: str) -> Iterator[Finding]:
     """Yield the findings of the queries with these names.
 
-    Words in braces are replaced by the parts of these names, by the other values of the query's table and by `values`; `{paper NAME}` and
-    `{json NAME}` by a number of `papers.toml`, and by all numbers below that name. A mean of several seeds is followed by the half width of
-    its interval.
+    Words in braces are replaced by the parts of these names, which may contain parts above them and templates of tables.toml, by the other
+    values of the query's table and by `values`; `{paper NAME}` and `{json NAME}` by a number of `papers.toml`, and by all numbers below
+    that name. A mean of several seeds is followed by the half width of its interval.
     """
     for one, query in ((QUERIES[name], query) for name in names for query in QUERIES[name]["queries"]):
         for key, value in {**PARTS, **values, **one}.items():

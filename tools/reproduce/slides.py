@@ -1,12 +1,15 @@
 """Reproduce the slides on mixed precision: detector, language model, weight copies, overflow, and the speed of Tensor Cores."""
 
 from collections.abc import Iterator
+from functools import partial
+from statistics import median
 
 import torch
 import torch.nn.functional as F
 
 from megatron.lm.evaluation.paired_difference import interval
 from msamp.fp16.opt_level import by_name
+from tools.bench.bench_kernels import times as launched
 from tools.reproduce import fp16_amp, fp16_classifier, fp16_lstm
 from tools.reproduce.entry import Finding, Task, paper
 from tools.reproduce.fp16_lstm import bytes_of, table
@@ -142,20 +145,9 @@ def tensor_cores(task: Task) -> Iterator[Finding]:
             times = {}
             for name, dtype, tf32 in (("FP32", torch.float32, False), ("TF32", torch.float32, True), ("FP16", torch.float16, False)):
                 torch.backends.cuda.matmul.allow_tf32 = tf32
-                times[name] = _seconds(torch.randn(rows, columns, device="cuda", dtype=dtype))
+                square = partial(torch.matmul, *2 * [torch.randn(rows, columns, device="cuda", dtype=dtype)])
+                times[name] = median(launched(square, REPEATS))
             for name in ("TF32", "FP16"):
                 yield Finding(f"{rows} x {columns}: {name} over FP32", times["FP32"] / times[name], unit="times the speed")
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def _seconds(x: torch.Tensor) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(3):
-        x @ x
-    start.record()
-    for _ in range(REPEATS):
-        x @ x
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / REPEATS / 1e3

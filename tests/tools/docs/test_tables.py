@@ -37,11 +37,11 @@ def test_aggregates():
     (cells,) = tables.select("""SELECT median(ms), count(*) FROM "bench/step" WHERE "case" = 'O3' """).cells
     values = [float(row["ms"]) for row in read(STEP) if row["case"] == "O3"]
     assert (float(cells[0]), int(cells[1])) == (statistics.median(values), len(values))
-    assert tables.select("SELECT kilo(1500) AS a, without('O3 --x 1 --y', '--x') AS b").cells == [["1.5k", "O3 --y"]]
-    ((one,),) = tables.select("SELECT paired(a, b) FROM (SELECT 2 AS a, 2.02 AS b)").cells
+    covers = "covers(2, 2.1, '[[0, 9], [75, 2.5], [100, 2]]')"  # 0.02 per token at the end
+    assert tables.select(f"SELECT kilo(1500), without('O3 --x 1 --y', '--x'), {covers}").cells == [["1.5k", "O3 --y", "5.0"]]
+    assert tables.select("SELECT paired(2, 2.02)").cells == [["+1.00 (one seed)"]]
     pairs = "FROM (SELECT 2 AS a, 2.02 AS b UNION ALL SELECT 4, 4.08)"
     ((two, *units),) = tables.select(f"SELECT paired(a, b), paired(a, a + 0.009), paired(a, a + 0.009, 'nats per byte') {pairs}").cells
-    assert one == "+1.00 (one seed)"
     assert two == "+1.50 (-4.85 to +7.85), 2 of 2: not shown"  # t of one degree of freedom is 12.71
     assert [cell.partition(": ")[2] for cell in units] == ["holds", "not shown"]  # 0.01 nats per token, 0.2 % of a loss per byte
 
