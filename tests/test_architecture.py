@@ -15,11 +15,11 @@ MAX_FILES = 12  # at the top of a folder of megatron/lm, whatever their kind
 # Lines of Python of each package, and test cases. The goal: 28,000, 24,500, 9,500, 1,000, 62,000 and 9,000, and for msamp 1,500 of the two
 # lines at the engine's speed and 500 of other people's loops.
 CEILINGS = {
-    "msamp": 30_362,
+    "msamp": 30_398,
     "megatron": 23_462,
     "tools": 8_816,
     "examples": 1_004,
-    "tests": 61_980,
+    "tests": 61_985,
     "cases": 9_000,
 }
 PATHS_OF_A_MACHINE = re.compile(r"(?<![\w.])/(work|root)\b|(?<!\w)\.library\b")

@@ -1,19 +1,19 @@
 """Measure the gradients of a step (amaxes and norm), then decide on the clip coefficient and whether to take the step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from msamp.kernels.reference.adamw import GRAD
 from msamp.kernels.tables import Tables
-from msamp.numerics.formats import Format
+from msamp.numerics.formats import by_name
 from msamp.numerics.scaling import inverse, scale_from_amax
 from msamp.optim.clip import clip_coefficient, first_pass, norms_from_square_sums, scaled_first, second_pass, units
 from msamp.optim.shard import Holding, Shard
-from msamp.optim.states import scale_inv, weight_format
-from msamp.optim.updates import update_of
+from msamp.optim.states import is_own_master, scale_inv, weight_format
+from msamp.optim.updates import Update, update_of
 
 SCALE_INV = -1  # row of the table of amaxes: the gradient's scale_inv
 
@@ -136,20 +136,26 @@ def decide(measured: MeasuredGradients, *, clip_grad: float | None, loss_scale: 
 
 
 def weight_scale_invs(
-    wholes: Sequence[Holding], amaxes: torch.Tensor, usable: torch.Tensor, tables: Tables
+    wholes: Sequence[Holding],
+    amaxes: torch.Tensor,
+    usable: torch.Tensor,
+    tables: Tables,
+    hyper: Callable[[Mapping[str, Any], Update], torch.Tensor],
 ) -> dict[torch.Tensor, torch.Tensor]:
     """Return the scale_inv that each scaled weight will have after the step, computed as its owner does (`store_`)."""
-    alike: dict[tuple[Format, int], list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
+    alike: dict[tuple[Any, ...], list[tuple[Holding, torch.Tensor]]] = {}
     for whole in wholes:
         last = scale_inv(whole.param)
         if last is not None:
-            kind = weight_format(whole.param), update_of(whole.formats).master_row
-            alike.setdefault(kind, []).append((whole.index, whole.param, last))
+            fmt = weight_format(whole.param)
+            kind = fmt, is_own_master(whole.param, by_name(whole.formats["master"])), id(whole.group), whole.formats["update"]
+            alike.setdefault(kind, []).append((whole, last))
     by_parameter: dict[torch.Tensor, torch.Tensor] = {}
-    for (fmt, row), members in alike.items():
-        indices, params, scale_invs = (list(column) for column in zip(*members, strict=True))
-        last = torch.stack(scale_invs)
-        index = tables.send(("weights", fmt, row), indices)
-        new = inverse(scale_from_amax(2.0 * amaxes[row][index], fmt.max, inverse(last)))
-        by_parameter |= zip(params, torch.where(usable, new, last).unbind(), strict=True)
+    for kind, members in alike.items():
+        owned, scale_invs = (list(column) for column in zip(*members, strict=True))
+        (fmt, own_master, *_), update, last = kind, update_of(owned[0].formats), torch.stack(scale_invs)
+        own = amaxes[:, tables.send(("weights", *kind), [whole.index for whole in owned])]
+        bounds = 2.0 * own[update.master_row] if own_master else update.weight_bounds(hyper(owned[0].group, update), own)
+        new = inverse(scale_from_amax(bounds, fmt.max, inverse(last)))
+        by_parameter |= zip((whole.param for whole in owned), torch.where(usable, new, last).unbind(), strict=True)
     return by_parameter

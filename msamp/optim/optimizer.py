@@ -49,10 +49,10 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     The gradient is `p.main_grad` if a synchronizer has set it (in any format), else `p.grad`.
 
-    Scales follow from bounds: m's from beta1 amax_m + (1 - beta1) amax_g, v's likewise with squares, the master's and weight's from twice
-    the master's amax. COAT's moments (`formats.COAT_E4M3`, `COAT_E5M2`) store the exact maximum and range of each group. A weight that has
-    a separate master is cast from the stored master. A step with a non-finite gradient is skipped, counted in `skipped_steps`, and does not
-    advance the bias correction.
+    Scales follow from bounds: m's from beta1 amax_m + (1 - beta1) amax_g, v's likewise with squares, the master's from twice its amax, the
+    weight's from that amax and Adam's largest step. COAT's moments (`formats.COAT_E4M3`, `COAT_E5M2`) store the exact maximum and range of
+    each group. A weight that has a separate master is cast from the stored master. A step with a non-finite gradient is skipped, counted in
+    `skipped_steps`, and does not advance the bias correction.
 
     State of a parameter: `step` (FP32, on its device), `exp_avg`, `exp_avg_sq`, for COAT's moments also `_max` and `_k` of each, and
     `master` unless the parameter itself is stored in the master's format. Other updates have other states (`msamp.optim.updates`):
@@ -309,7 +309,9 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             self.loss_scale.update(~usable)
         # On a GPU the kernels read the flag. Under ZeRO every rank must join the all-gather, even if it updates nothing.
         if usable.is_cuda or usable:
-            scale_invs = weight_scale_invs(self._whole(), decision.amaxes, self._usable, self._table()) if self.shard.ranks > 1 else {}
+            scale_invs = {}
+            if self.shard.ranks > 1:
+                scale_invs = weight_scale_invs(self._whole(), decision.amaxes, self._usable, self._table(), self._hyper)
             inputs = StepInputs(decision.amaxes, self._kept.table, decision.coefficient, self._usable)
             for batch in self.batches(ready):
                 batch.update.run(self._table(), batch, inputs)

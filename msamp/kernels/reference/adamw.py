@@ -169,9 +169,9 @@ def adamw(
 ) -> None:
     """Load, update and store (FP8-LM section 2.2), or do nothing if the step is not usable.
 
-    Scales come from bounds that are known before the values: m from beta1 amax_m + (1 - beta1) amax_g, v likewise with squares, master and
-    weight from twice the master's amax. A weight is cast from its stored master. If it were cast from the unrounded update, every weight
-    whose master is midway between two FP8 codes (one BF16 value in 16) could jump by a code after an update too small for the master.
+    Scales come from bounds that are known before the values: m from beta1 amax_m + (1 - beta1) amax_g, v likewise with squares, master from
+    twice its amax, weight from `weight_bound`. A weight is cast from its stored master. If it were cast from the unrounded update, each
+    weight whose master is midway between two FP8 codes (one BF16 value in 16) could jump by a code after an update too small for it.
 
     Args:
         tables: stores the kernel's table of addresses; the twin needs none.
@@ -233,8 +233,21 @@ def update_(
     store_(batch.vs, vs, v_bound, of_v, "v", positive=True)
     store_(batch.masters, ps, p_bound, of_masters, "master")
     if batch.weights:
-        store_(batch.weights, load(batch.masters), p_bound)
+        reach = torch.tensor(hyper.lr * hyper.largest_step, dtype=torch.float64, device=g_amax.device)
+        store_(batch.weights, load(batch.masters), weight_bound(amaxes[MASTER], reach))
     kept[:MASTER, batch.places] = stored_amaxes((batch.ms, batch.vs), batch.masters, batch.weights, decoupled=decoupled)
+
+
+def weight_bound(amax: torch.Tensor, reach: torch.Tensor) -> torch.Tensor:
+    """Return upper bounds of weights after a step. So a small step keeps their scales, and one at a learning rate of 0, such as a warm-up's
+    first, all their codes: twice the amax would take a binade from the weights that a model was converted to, or that were loaded.
+
+    Args:
+        amax: FP32 [n], of the stored masters. Decay only makes it smaller, and what exceeds its double saturates in the master.
+        reach: FP64 0-dim, lr times `Hyper.largest_step`; NaN and infinite ones tell nothing.
+    """
+    bound = amax + reach.float()
+    return torch.where(bound < 2.0 * amax, bound, 2.0 * amax)
 
 
 def stored_amaxes(

@@ -142,10 +142,13 @@ def _scalars_kernel(
     v_bound = b2 * tl.load(amaxes + 2 * parameters + index) + w2 * (g_amax * g_amax)
     m_old, m_scale, m_new = _new_scale(tl.load(row + ROW.value.m_scale_inv), m_bound, M)
     v_old, v_scale, v_new = _new_scale(tl.load(row + ROW.value.v_scale_inv), v_bound, V)
+    largest_step = tl.load(hyper + DERIVED.value.largest_step)
     p_old, p_scale, p_new = _new_scale(tl.load(row + ROW.value.master_scale_inv), 2.0 * p_amax, P)
     w_factor = 1.0
     if W != 0:
-        _, w_scale, _ = _new_scale(tl.load(row + ROW.value.weight_scale_inv), 2.0 * p_amax, W)
+        w_bound = p_amax + (lr * largest_step).to(tl.float32)
+        w_bound = tl.where(w_bound < 2.0 * p_amax, w_bound, 2.0 * p_amax)  # `weight_bound`
+        _, w_scale, _ = _new_scale(tl.load(row + ROW.value.weight_scale_inv), w_bound, W)
         w_factor = p_new * w_scale
     g_factor = clip
     if G != 23 and G != 7:
@@ -176,7 +179,7 @@ def _scalars_kernel(
     tl.store(out + SCALAR.value.eps, tl.load(hyper + HYPER.value.eps).to(tl.float32))
     tl.store(out + SCALAR.value.step_size, (-(lr / (1.0 - power1))).to(tl.float32))
     tl.store(out + SCALAR.value.correction_inverse, _inverse(correction))
-    tl.store(out + SCALAR.value.bound, (tl.load(hyper + DERIVED.value.largest_step) * (1.0 - power1)).to(tl.float32))
+    tl.store(out + SCALAR.value.bound, (largest_step * (1.0 - power1)).to(tl.float32))
     tl.store(out + SCALAR.value.turn, (step.to(tl.int64) * TURN).to(tl.int32).to(tl.float32, bitcast=True))
     for kind in range(3):
         tl.store(kept + kind * pieces + place, 0.0)

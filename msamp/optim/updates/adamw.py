@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from msamp.kernels import ops
-from msamp.kernels.reference.adamw import Hyper, hyper_numbers
+from msamp.kernels.reference.adamw import Hyper, hyper_numbers, weight_bound
 from msamp.kernels.reference.adamw import adamw as reference_adamw
 from msamp.kernels.reference.coat_adamw import coat_adamw as reference_coat_adamw
 from msamp.kernels.reference.collage import VARIANTS
@@ -33,6 +33,9 @@ class AdamW(Update):
     def numbers(self, group: Mapping[str, Any]) -> list[float]:
         """Return the hyperparameters in the order of `hyper_numbers`."""
         return hyper_numbers(Hyper(*super().numbers(group)))
+
+    def weight_bounds(self, hyper: torch.Tensor, amaxes: torch.Tensor) -> torch.Tensor:
+        return weight_bound(amaxes[self.master_row], hyper[0] * hyper[-1])
 
     def run(self, tables: Tables, batch: UpdateBatch, inputs: StepInputs) -> None:
         coat = any(isinstance(states[0], Expanded) for states in (batch.ms, batch.vs))

@@ -187,6 +187,15 @@ class Update(ABC):
         """Return a parameter group's hyperparameters, which `run` gets on the device as `batch.hyper`."""
         return [float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"]]
 
+    def weight_bounds(self, hyper: torch.Tensor, amaxes: torch.Tensor) -> torch.Tensor:
+        """Return upper bounds of the weights beside masters after a step, FP32 [n], from which their scales follow.
+
+        Args:
+            hyper: FP64 on the device, `numbers` of the group.
+            amaxes: FP32 [master_row + 1 or more, n], as in `StepInputs`.
+        """
+        return 2.0 * amaxes[self.master_row]
+
     def stored_amaxes(self, batch: UpdateBatch) -> torch.Tensor:
         """Return the stored amaxes of the states in `kept` and of the masters, FP32 [len(kept) + 1, n]; 0 if no scale follows from one."""
         return stored_amaxes([batch.states[key] for key in self.kept], batch.masters, batch.weights, decoupled=batch.group["decoupled"])

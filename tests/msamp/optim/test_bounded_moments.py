@@ -148,12 +148,7 @@ def check(pair: str, betas: tuple[float, float], rounding: str, silent: int) -> 
 # One case for each kind of state: without a scale, with one, both moments in 8 bits, in groups. All pairs, betas and roundings: below.
 @pytest.mark.parametrize(
     ("pair", "betas", "rounding"),
-    [
-        ("bf16", BETAS[0], "stochastic"),
-        ("O2", BETAS[1], "nearest"),
-        ("e5m2", BETAS[2], "stochastic"),
-        ("coat-e4m3", BETAS[1], "nearest"),
-    ],
+    [("bf16", BETAS[0], "stochastic"), ("O2", BETAS[1], "nearest"), ("e5m2", BETAS[2], "stochastic"), ("coat-e4m3", BETAS[1], "nearest")],
 )
 def test_steps_are_bounded_and_no_weight_moves_on_without_a_gradient(pair, betas, rounding):
     check(pair, betas, rounding, silent=100)

@@ -11,6 +11,7 @@ from helpers.choices import each_value
 from helpers.fp8_adamw import TABLE6, parameter, snapshot
 from helpers.numerics import codes, floats, golden, make, same
 from msamp.fp16.scaler import LossScaler
+from msamp.nn.convert import convert
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 from msamp.numerics.recipe import FP32_STATES, O1, O2, O3, StateFormats
 from msamp.numerics.tensor import ScalingTensor
@@ -73,6 +74,24 @@ def test_golden_fp8_steps(device):
             assert 1 / tensor.scale_inv == step[f"{name}_scale"], name
             wrong = (codes(tensor.payload) != torch.tensor(step[name])).float().mean()
             assert wrong <= (0 if device.type == "cpu" else 0.01), name
+
+
+def test_the_scale_of_an_fp8_weight_follows_the_largest_step(device):
+    """At a rate of 0 no code moves, as a frozen copy expects, and a weight is never larger than its scale can store."""
+    model = convert(nn.Linear(64, 64, bias=False, device=device), O3)
+    weight = model.weight
+    optimizer = LowPrecisionOptimizer([weight], lr=0.0, betas=(0.9, 0.95), weight_decay=0.1, formats=O3.states)
+    start, scale = codes(weight.payload), float(weight.scale_inv)
+    for step in range(40):
+        weight.grad = make("log-normal", (64, 64), seed=step).to(device)
+        optimizer.step()
+        if step == 1:
+            assert codes(weight.payload).equal(start)
+            assert float(weight.scale_inv) == scale
+            optimizer.param_groups[0]["lr"] = 1e-2
+        master = optimizer.state[weight]["master"].dequantize(torch.float32)
+        assert ((weight.dequantize(torch.float32) - master).abs() <= master.abs() / 16 + float(weight.scale_inv) * 2**-10).all()
+    assert float(weight.scale_inv) > scale
 
 
 # ---------------------------------------------------------------------------------------------------------------- formats

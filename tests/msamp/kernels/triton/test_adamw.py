@@ -208,17 +208,8 @@ def test_states_of_zeros_keep_their_scales(triton_device):
     x = replace(made, grads=zeros[:1], states={"exp_avg": zeros[1:2], "exp_avg_sq": zeros[2:3]}, masters=zeros[3:])
     for state in zeros[1:]:
         state.scale_inv.fill_(0.25)
-    kept = torch.ones(3, 1, device=device)
-    kernel(
-        Tables(torch.device(device)),
-        x,
-        hyper(device),
-        torch.zeros(5, 1, device=device),
-        kept,
-        None,
-        torch.tensor(True, device=device),
-        decoupled=True,
-    )
+    kept, amaxes, usable = torch.ones(3, 1, device=device), torch.zeros(5, 1, device=device), torch.tensor(True, device=device)
+    kernel(Tables(torch.device(device)), x, hyper(device), amaxes, kept, None, usable, decoupled=True)
     assert [float(state.scale_inv) for state in zeros[1:]] == [0.25] * 3
     assert not any(state.dequantize().any() for state in zeros)
     assert not kept.any()
