@@ -53,7 +53,7 @@ class ScalingTensor(torch.Tensor):
 
     Attributes:
         payload: FP8 or FP16, the shape of the tensor.
-        scale_inv: FP32, 0-dim, one for the whole tensor. NaN marks a tensor quantized from values that were not finite.
+        scale_inv: FP32, 0-dim, one for the whole tensor. NaN marks a tensor quantized from values that were not finite; see `store_`.
         label: of a weight, its name in the model, for messages; "" without one.
     """
 
@@ -143,8 +143,11 @@ class ScalingTensor(torch.Tensor):
         return None if self._tally is None else self._tally.of(self.payload)
 
     def store_(self, value: torch.Tensor, scale: torch.Tensor | None = None) -> None:
-        """Overwrite the values in place with `value` (FP32, same shape), quantized with `scale` or just in time."""
-        new = type(self).quantize(value, self.format, scale)
+        """Overwrite the values in place with `value` (FP32, same shape), quantized with `scale` or just in time. What is not finite becomes
+        NaN, and the other values stay what they are."""
+        value = value.where(value.isfinite(), torch.nan)
+        just_in_time = scale_from_amax(TENSORWISE.amax(value.nan_to_num()), self.format.max)
+        new = type(self).quantize(value, self.format, just_in_time if scale is None else scale)
         self.payload.copy_(new.payload)
         self.scale_inv.copy_(new.scale_inv)
 

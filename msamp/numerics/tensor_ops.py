@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from msamp.numerics.lost_writes import LOADING, warn_if_copy_lost, warn_if_lost, warn_of_rounding
@@ -242,9 +242,9 @@ def _joined(func: Any, tensors: Any, *args: Any) -> Any:
     return _computed(func, tensors, *args)
 
 
-@_on(*_overloads("_foreach_norm"))
-def _norms(func: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
-    return func([x.dequantize(torch.float32) if _is_scaling(x) else x for x in xs], *args, **kwargs)
+@_on(*_overloads("_foreach_norm"), aten.linalg_vector_norm.default)
+def _norm(func: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(tree_map(lambda x: x.dequantize(torch.float32) if _is_scaling(x) else x, xs), *args, **kwargs)
 
 
 _AVERAGING, _SCALING = ("add_", "sub_", "lerp_", "addcmul_", "addcdiv_"), ("mul_", "div_")
@@ -316,11 +316,6 @@ def _unscale_(func: Any, gradients: Any, found_inf: torch.Tensor, inv_scale: tor
             found_inf.copy_(torch.maximum(found_inf, (~x.dequantize(torch.float32).isfinite().all()).to(found_inf)))
             x.scale_inv.mul_(inv_scale.reshape(()))
             _changed(x)
-
-
-@_on(aten.linalg_vector_norm.default)
-def _norm(func: Any, x: "ScalingTensor", *args: Any, **kwargs: Any) -> torch.Tensor:
-    return func(x.dequantize(torch.float32), *args, **kwargs)
 
 
 def by_schema(func: Any) -> Callable[..., Any] | None:

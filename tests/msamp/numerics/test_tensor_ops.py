@@ -1,5 +1,6 @@
 """The aten table: what is in it keeps payload and scale, what is not raises with its name."""
 
+import math
 import warnings
 
 import pytest
@@ -64,13 +65,6 @@ def test_new_tensors_like_it_are_plain(name, device):
     assert (y.dtype, y.shape, y.device) == (x.dtype, x.shape, x.device)
     assert y.eq(LIKE[name]).all()
     assert getattr(torch, name)(x, dtype=torch.float64).dtype == torch.float64
-
-
-@every_format
-def test_zero(fmt):
-    x = tensor(fmt)
-    assert x.zero_() is x
-    assert x.dequantize().eq(0).all()
 
 
 MULTIPLY = {
@@ -200,6 +194,17 @@ def test_arithmetic_in_place_is_stored_with_a_scale_of_its_own(name):
     assert x.payload is payload
     assert x.payload._version > version
     assert torch.equal(x, ScalingTensor.quantize(want, FP16))
+
+
+@every_format
+def test_in_place_a_value_that_is_not_finite_becomes_nan_alone(fmt):
+    x = ScalingTensor.quantize(torch.tensor([1.0, 0.0, 3.0, 8.0]), fmt)
+    x.log_()
+    assert x.isnan().tolist() == [False, True, False, False]
+    assert x.nan_to_num_(nan=0.5).equal(ScalingTensor.quantize(torch.tensor([1.0, math.exp(0.5), 3.0, 8.0]).log(), fmt))
+    assert x.copy_(torch.tensor([math.inf, -math.inf, math.nan, 3.0])).isnan().tolist() == [True, True, True, False]
+    assert x.zero_() is x
+    assert x.dequantize().eq(0).all()
 
 
 def test_an_average_in_fp8_is_warned_of_and_an_initialisation_is_not():
