@@ -30,6 +30,7 @@ _OTHERS = (
     "the optimizer's groups",
     "clip_grad",
 )
+_SENT = ("lr", "weight_decay", "betas", "momentum", "dampening")  # a replay reads our optimizers' from the device, but not whether it is 0
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -67,7 +68,7 @@ class Probe:
 
     def _of_tensors(self) -> list[Any]:
         """Return what `_OTHERS` names."""
-        groups = self._optimizer.param_groups
+        sent = _SENT if self._own else ()
         return [
             [own["_filled"] for own in self._scales],
             [
@@ -78,7 +79,10 @@ class Probe:
                 [x.data_ptr() for x in self._parts],
             ],
             [p.requires_grad for p in self._params],
-            [[*map(id, group["params"])] for group in groups],
+            [
+                [*map(id, group["params"]), *(bool(x) if key in sent else x for key, x in group.items() if type(x) in {*CONSTANTS, tuple})]
+                for group in self._optimizer.param_groups
+            ],
             None if self._own is None else self._own.clip_grad,
         ]
 

@@ -18,7 +18,7 @@ from msamp.numerics.formats import Format
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.range_expand import quantize_expanded
 from msamp.optim.states import MAX, as_stored, begun, by_key, local, make_master, own_values, parameter_names, without_rounding
-from msamp.optim.updates import MASTER, State, formats_of, kept_states, named_formats
+from msamp.optim.updates import MASTER, State, check_options, formats_of, kept_states, named_formats
 
 _PACKED = "_coat"  # key suffix of a payload with group scales
 TURNED = "stored_transposed"  # attribute of a weight whose optimizer states from before the conversion are transposed
@@ -59,11 +59,7 @@ def in_own_formats(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, An
         if same_masters and without_rounding(theirs) == without_rounding(group["formats"]):
             converted.append(saved)
             continue
-        for option in ("amsgrad", "maximize"):
-            if saved.get(option):
-                raise ValueError(
-                    f"the states were saved with {option}=True, which has no low-precision implementation; start from the weights alone"
-                )
+        check_options({option: saved.get(option) for option in ("amsgrad", "maximize")})
         options = {key: saved.get(key, value) for key, value in group.items() if key not in _OWN_OPTIONS}
         kept = {key: group[key] for key in _OWN_OPTIONS if key in group}
         decoupled = saved.get("decoupled", saved.get("decoupled_weight_decay", group["decoupled"]))

@@ -358,6 +358,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     def _hyper(self, group: Mapping[str, Any], update: Update) -> torch.Tensor:
         """FP64 on the device: the hyperparameters of a group that an update reads."""
+        updates.check_options(group)  # a loop may have set one by hand
         number = next(i for i, own in enumerate(self.param_groups) if own is group)
         return self._table().send(("hyper", number, update.name), update.numbers(group), torch.float64)
 
@@ -401,6 +402,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             if whole.index in states:
                 check_state(names[whole.index], states[whole.index], updates.expected_states(whole.param, whole.formats, whole.param.shape))
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            updates.check_options({**group, **saved})
             for update in updates_of(group):
                 update.check_numbers({**group, **saved})
         self._forget()

@@ -98,10 +98,16 @@ def updates_of(group: Mapping[str, Any]) -> list[Update]:
 
 
 def check_options(group: Mapping[str, Any]) -> None:
-    """Raise a ValueError if a parameter group sets an option that no update supports."""
+    """Raise a ValueError if a parameter group sets an option of torch's optimizers, or a kind of decay, that its updates would ignore."""
     for option in UNSUPPORTED:
         if group.get(option):
-            raise ValueError(f"optimizer option {option}=True is not available in low precision; build the optimizer without it")
+            raise ValueError(f"optimizer option {option}=True is not available in low precision; leave it out, and load no states with it")
+    decoupled = group.get("decoupled", True)
+    if "decoupled" in group and group.get("decoupled_weight_decay", decoupled) != decoupled:
+        raise ValueError(f"decoupled_weight_decay is {not decoupled}, but decoupled, which this optimizer reads, is not; set decoupled")
+    for update in updates_of(group) if group.get("weight_decay") and not decoupled else ():
+        if update.decoupled_only:
+            raise ValueError(f"decoupled is False; update {update.name!r} only supports decoupled decay: leave it True, or use update fp32")
 
 
 def take_options(param_group: dict[str, Any], defaults: Mapping[str, Any]) -> set[str]:
@@ -114,7 +120,7 @@ def take_options(param_group: dict[str, Any], defaults: Mapping[str, Any]) -> se
     Raises:
         ValueError: if a number is out of range, or the group has an option that none of its updates accepts.
     """
-    check_options(param_group)
+    check_options({**defaults, **param_group})
     own = by_name(defaults["formats"].update)
     chosen, usual = updates_of(param_group) or [own], own.options().keys()  # a group without parameters has no update
     foreign = usual - {name for update in chosen for name in update.options()}

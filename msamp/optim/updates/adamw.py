@@ -47,10 +47,10 @@ class AdamW(Update):
 class Collage(AdamW):
     """AdamW with BF16 arithmetic, a row of `kernels.reference.collage.VARIANTS` [Collage, algorithm 2 and Table 2]."""
 
+    decoupled_only = True
+
     def check_group(self, states: Formats, decoupled: bool) -> None:
-        """Require BF16 for all four formats, and decoupled decay."""
-        if not decoupled:
-            raise ValueError(f"decoupled is False; update {self.name!r} only supports decoupled decay: leave it True, or use update fp32")
+        """Require BF16 for all four formats."""
         four = {key: states[key] for key in ("master", "grad", "m", "v")}
         if any(states.get(name) == "stochastic" for name in ROUNDING_FIELDS):
             raise ValueError(

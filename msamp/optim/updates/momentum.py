@@ -17,7 +17,7 @@ from msamp.kernels.tables import Tables
 from msamp.numerics.stochastic_rounding import Thresholds
 from msamp.numerics.tensor import fp32_values
 from msamp.optim.states import local, payload, scale_inv
-from msamp.optim.updates.update import Formats, State, StepInputs, Update, UpdateBatch, check_range
+from msamp.optim.updates.update import State, StepInputs, Update, UpdateBatch, check_range
 
 MOMENTUM = State("momentum_buffer", "m", "m")  # the key is torch's
 Number = float | torch.Tensor
@@ -81,6 +81,7 @@ class _Momentum(Update):
     that is not usable is computed and then undone."""
 
     def numbers(self, group: Mapping[str, Any]) -> list[float]:
+        self.check_numbers(group)  # schedulers may change the momentum
         return [float(group["lr"]), group["weight_decay"], group["momentum"], group.get("dampening", 0.0)]
 
     def run(self, tables: Tables, batch: UpdateBatch, inputs: StepInputs) -> None:
@@ -158,10 +159,6 @@ class SGD(_Momentum):
                 f"nesterov is True with momentum {momentum} and dampening {dampening}; it requires a momentum above 0 and dampening 0"
             )
 
-    def numbers(self, group: Mapping[str, Any]) -> list[float]:
-        self.check_numbers(group)  # schedulers may change the momentum
-        return super().numbers(group)
-
     def bounds(self, numbers: Sequence[Number], amaxes: torch.Tensor, g_amax: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
         _, _, momentum, dampening = numbers
         share = torch.as_tensor(1 - dampening, device=first.device).abs()
@@ -188,6 +185,8 @@ class Muon(_Momentum):
     """torch.optim.Muon: the momentum of whole matrices, orthogonalized in BF16 [Jordan et al. 2024]. `adjust_lr_fn="match_rms_adamw"`
     scales as in [Liu et al. 2025, section 2.2]. Vectors, embeddings and the LM head require AdamW, in a separate group."""
 
+    decoupled_only = True
+
     def options(self) -> dict[str, Any]:
         return {
             "momentum": 0.95,
@@ -197,12 +196,6 @@ class Muon(_Momentum):
             "ns_steps": 5,
             "adjust_lr_fn": None,
         }
-
-    def check_group(self, states: Formats, decoupled: bool) -> None:
-        """Require decoupled decay."""
-        super().check_group(states, decoupled)
-        if not decoupled:
-            raise ValueError("decoupled is False; update 'muon' only supports decoupled decay: leave it True, or use update fp32")
 
     def check_parameter(self, p: torch.Tensor) -> None:
         """Require a whole matrix."""

@@ -151,6 +151,7 @@ class Update(ABC):
     kept: tuple[str, ...] = ()
     in_fp32: str | None = None
     whole: bool = False
+    decoupled_only = False  # no field, so that a subclass sets it: whether a decay that is part of the gradient is refused
 
     @property
     def master_row(self) -> int:

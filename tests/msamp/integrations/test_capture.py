@@ -199,7 +199,6 @@ def test_a_change_between_steps_is_captured_again_and_too_many_shapes_are_eager(
     assert "module '2' changed since" in caplog.text
     assert (step.captured, PretendedGraph.resets) == (1, 1)
     step(batch(6))
-    assert step.captured == 2
     model[3].bias.requires_grad_(False)
     model[3].register_forward_hook(print)
     for number in range(3):
@@ -213,6 +212,10 @@ def test_a_change_between_steps_is_captured_again_and_too_many_shapes_are_eager(
     model[1].approximate = "tanh"
     step(batch(1))
     assert ("module '1' changed since" in caplog.text, step._graphs) == (True, {}), "if it changes in every step, none is captured"
+    for options, seen in (({"lr": 1e-3, "weight_decay": 0.3, "betas": (0.8, 0.9)}, False), ({"decoupled": False}, True)):
+        optimizer.param_groups[0] |= options
+        step(batch(2))
+        assert ("the optimizer's groups changed since" in caplog.text) == seen
 
 
 def test_a_capture_that_fails_leaves_nothing_behind(pretended_gpu, caplog):

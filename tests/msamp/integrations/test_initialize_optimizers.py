@@ -107,16 +107,18 @@ def test_what_cannot_be_is_refused_before_a_layer_is_converted():
     model = mlp()
     muon, adamw = of_torch("muon", model)
     sgd, bf16 = of_torch("sgd", model), mlp().bfloat16()
-    hooked = of_torch("plain", model)[0]
-    hooked.register_step_post_hook(lambda *_: None)
+    hooked = {name: of_torch("plain", model)[0] for name in dir(torch.optim.Optimizer) if name.startswith("register_")}
+    for name, own in hooked.items():
+        getattr(own, name)(print)
+    assert len(hooked) > 5
     cases = [
         (model, muon, "O2", r"torch.optim.Muon leaves out 4 parameters \(0.bias, .*pass their optimizer too"),
         (model, [muon, adamw, *sgd], "O2", "a parameter is in two of the given optimizers"),
         (model, [], "O2", "an empty list"),
-        (model, sgd, "coat", "m is coat-e4m3, which has no scale per tensor"),
+        (model, sgd, "coat", "m is coat-e4m3, which has no scale per tensor, but .* requires one for momentum"),
         (bf16, of_torch("sgd", bf16), "collage-plus", "requires AdamW with BF16 arithmetic, but the optimizer is a SGD"),
         (model, torch.optim.SGD(model.parameters(), maximize=True), "O2", "optimizer option maximize=True"),
-        (model, hooked, "O2", "has hooks, .*; register them on the optimizer that is returned"),
+        *((model, own, "O2", "has hooks, .*; register them on the optimizer that is returned") for own in hooked.values()),
     ]
     for module, given, of, message in cases:
         with pytest.raises(ValueError, match=message):

@@ -71,7 +71,4 @@ def test_what_is_orthogonal_has_singular_values_next_to_one_and_the_directions_i
     assert torch.linalg.svdvals(y).amax() < 1.3
     u, _, vt = torch.linalg.svd(x, full_matrices=False)
     assert (u.T @ y @ vt.T).diagonal().amin() > 0.6
-
-
-def test_of_zeros_it_is_zeros():
-    assert orthogonal(torch.zeros(4, 8), COEFFICIENTS, 5, 1e-7).equal(torch.zeros(4, 8, dtype=torch.bfloat16))
+    assert orthogonal(0 * x, COEFFICIENTS, 5, 1e-7).eq(0).all()
