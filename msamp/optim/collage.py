@@ -16,7 +16,7 @@ column is the bytes per parameter of weight, gradient and all states:
 
 The BF16 variants round each elementary operation to BF16. Betas are rounded to BF16 too, 0.999 to 1, except beta2 of "plus" and "fp8". The
 model computes with the first component of a pair, and v^ uses the first component of v. `mcf.remainder_payload` defines a remainder in
-E4M3. An update below 2^-13 of its weight may be lost in "fp8", below 2^-17 in the other pairs.
+E4M3. An update below 2^-13 of its weight, such as a decay of 1e-4, may be lost in "fp8", below 2^-17 in the other pairs.
 
 `update_quality` measures what is lost. The effective descent quality EDQ = <delta / |delta|, theta' - theta> [definition 3.3] is at most
 the norm of the update, and lost arithmetic [Figure 3] is the fraction of weights that a non-zero update leaves unchanged.

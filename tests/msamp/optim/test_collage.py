@@ -11,6 +11,7 @@ from msamp.numerics.formats import E4M3
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.collage import collage_adamw, update_quality
 from msamp.optim.optimizer import LowPrecisionOptimizer
+from msamp.optim.update_error import lost_updates
 
 IN_BF16 = ("a", "light", "plus", "fp8", "kahan")
 PAIRED = ("light", "plus", "fp8", "light-published", "plus-published", "kahan")
@@ -151,27 +152,31 @@ def test_variant_d_is_torchs_adamw_on_its_master(weight_decay):
 # ------------------------------------------------------------------------------------------------------------ EDQ and memory
 
 
-def begun(optimizer: LowPrecisionOptimizer, params: list[torch.nn.Parameter], value: float) -> None:
-    """One step without gradients, after which the weights are what they were, and gradients of ones for the next."""
-    for g in (0.0, 1.0):
-        for p in params:
-            p.grad = torch.full_like(p, g)
-        if not g:
-            optimizer.step()
-    assert all(p.eq(value).all() for p in params)
-
-
 @every_variant
 def test_edq_of_an_update_that_bf16_cannot_see(variant):
     p = torch.nn.Parameter(torch.full((50,), 200.0, dtype=torch.bfloat16))
     optimizer = collage_adamw([p], lr=0.1, betas=(0.0, 0.0), weight_decay=0.0, variant=variant)
-    begun(optimizer, [p], 200.0)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()  # which leaves the weights as they are
+    p.grad = torch.ones_like(p)
     quality = update_quality(optimizer)
     optimizer.step()
     kept = variant in (*PAIRED, "d")
     assert quality.edq == pytest.approx(0.1 * 50**0.5 if kept else 0.0, rel=2.0**-5 if variant == "fp8" else 2.0**-7)
     assert (quality.lost_frac, quality.norm) == (0.0 if kept else 1.0, pytest.approx(0.1 * 50**0.5, rel=2.0**-7))
     assert value(optimizer, p) == pytest.approx(200.0 - 0.1 * kept, abs=2e-3)
+
+
+@pytest.mark.parametrize(("variant", "left"), [("a", 1.0), ("fp8", 0.9963), ("light", 0.9048), ("kahan", 0.9048), ("d", 0.9048)])
+def test_what_is_left_of_a_weight_after_a_thousand_decays_of_1e_4_and_that_the_loss_is_reported(variant, left):
+    """docs/reference/numbers.md: in FP32 (1 - 1e-4)^1000; a pair with a remainder in E4M3 stalls."""
+    p = torch.nn.Parameter(torch.linspace(0.5, 1.5, 512).bfloat16())
+    optimizer, start = collage_adamw([p], lr=1e-3, weight_decay=0.1, variant=variant), p.double().sum().item()
+    p.grad = torch.zeros_like(p)
+    for _ in range(1000):
+        optimizer.step()
+    assert float(value(optimizer, p).sum()) / start == pytest.approx(left, abs=3e-4)
+    assert list(lost_updates(optimizer).values()) == pytest.approx([float(left > 0.99)], abs=0.02)
 
 
 def test_an_unknown_variant_and_parameters_that_are_not_plain_bf16_are_refused():

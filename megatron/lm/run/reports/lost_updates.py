@@ -38,7 +38,7 @@ class _Storage(NamedTuple):
     def fix(self) -> str:
         """Return the fix that keeps small updates."""
         if updates.by_name(self.update).in_fp32 is not None:
-            return "the update is computed in BF16: use a --precision with BF16 pairs or with FP32 masters"
+            return "the update is computed in BF16: use --precision collage-plus, which keeps 2^-17 of a weight, or one with FP32 masters"
         if self.master == "fp32":
             return "the masters are already FP32: raise --lr"
         if self.rounding == "stochastic":

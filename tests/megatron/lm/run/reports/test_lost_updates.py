@@ -32,7 +32,7 @@ def warnings_of(text: str) -> list[str]:
     ("settings", "fix"),
     [
         ({"opt_level": "O2", **NEAREST}, "--master-rounding stochastic"),
-        ({"precision": "bf16-a"}, "use a --precision with BF16 pairs or with FP32 masters"),
+        ({"precision": "bf16-a"}, "use --precision collage-plus, which keeps 2^-17 of a weight, or one with FP32 masters"),
         ({"precision": "collage-light"}, None),
         ({"opt_level": "O2", "master_rounding": "stochastic"}, None),
     ],
