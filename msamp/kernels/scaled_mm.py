@@ -40,19 +40,6 @@ def native_bf16(device: torch.device) -> bool:
 
 
 @functools.cache
-def warn_if_emulated(device: torch.device) -> None:
-    """Warn once per device if a GPU has no FP8."""
-    if device.type == "cuda" and not fp8_hardware(device):
-        major, minor = torch.cuda.get_device_capability(device)
-        warnings.warn(
-            f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor}) has no FP8, which requires 8.9 or later: "
-            "casts and scales are FP8's, but GEMMs run in 16 or 32 bits on the dequantized values. Expect the same losses "
-            "and no speedup; for speed on this GPU train in BF16 (O0)",
-            stacklevel=2,
-        )
-
-
-@functools.cache
 def blockwise_hardware(device: torch.device) -> bool:
     """Whether torch has GEMMs of 1 x 128 blocks by 128 x 128 and by 1 x 128 blocks on `device`: Hopper, compute capability 9."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
@@ -71,16 +58,18 @@ def check_blockwise(device: torch.device) -> None:
 
 
 @functools.cache
-def warn_if_blocks_emulated(device: torch.device, columns: int) -> None:
-    """Warn once per device and block size if a GPU has no GEMM for blocks of `columns`."""
-    if device.type == "cuda" and not (blockwise_hardware(device) and columns == SPAN):
-        major, minor = torch.cuda.get_device_capability(device)
-        warnings.warn(
-            f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor}) has no GEMM for FP8 blocks of {columns} here "
-            "(Hopper, 9.0, has one for blocks of 128): casts and scales are exact, but GEMMs run in 16 or 32 bits on the dequantized "
-            "values. Expect the same losses and no speedup; for speed choose blockwise on Hopper, or O1 to O3",
-            stacklevel=2,
-        )
+def warn_if_emulated(device: torch.device, columns: int | None = None) -> None:
+    """Warn once per device and block size if a GPU has no FP8, or no GEMM for blocks of `columns`."""
+    if device.type != "cuda" or (fp8_hardware(device) if columns is None else blockwise_hardware(device) and columns == SPAN):
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    blocks = f"GEMM for FP8 blocks of {columns} here (Hopper, 9.0, has one for blocks of 128)"
+    lacks, fix = (blocks, "choose blockwise on Hopper, or O1 to O3") if columns else ("FP8 (8.9 or later)", "train in BF16 (O0)")
+    warnings.warn(
+        f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor}) has no {lacks}: casts and scales are FP8's, but GEMMs "
+        f"run in 16 or 32 bits on the dequantized values. Expect the same losses and no speedup; for speed {fix}",
+        stacklevel=2,
+    )
 
 
 def _padded(x: torch.Tensor, columns: int = ALIGNMENT) -> torch.Tensor:
@@ -267,7 +256,7 @@ def block_scaled_mm(
     """Compute `a @ b.T + bias` for operands with blocks along the summed dimension, as returned by `msamp.kernels.ops.block_cast`.
 
     Hopper multiplies 1 x 128 blocks by 128 x 128 and by 1 x 128 blocks with FP32 scales. Other blocks, E8M0 scales and other devices are
-    emulated (`emulated_block_mm`), and `warn_if_blocks_emulated` warns about it. Blocks have no fast accumulation.
+    emulated (`emulated_block_mm`), and `warn_if_emulated` warns about it. Blocks have no fast accumulation.
 
     Args:
         a: [M, K] FP8, row-major.

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from msamp.kernels.scaled_mm import check_blockwise, warn_if_blocks_emulated
+from msamp.kernels.scaled_mm import check_blockwise, warn_if_emulated
 from msamp.numerics.formats import FP32, Format
 from msamp.numerics.granularity import TENSORWISE, Block
 from msamp.numerics.recipe import Cast, Gemms
@@ -56,7 +56,7 @@ def check_device(gemm: Gemms, device: torch.device) -> None:
     for cast in gemm.casts.values():
         if isinstance(cast.granularity, Block):
             check_blockwise(device)
-            warn_if_blocks_emulated(device, cast.granularity.columns)
+            warn_if_emulated(device, cast.granularity.columns)
 
 
 def wire_cast(wire: Format, operands: tuple[Cast, Cast]) -> Cast:

@@ -141,7 +141,7 @@ class Loading(nn.Module):
                     given = state_dict[key] = off_ties(given, self.scaling.gemm.weight, own.format)
                 if local_metadata.get("assign_to_params_buffers"):
                     state_dict[key] = ScalingTensor.quantize(given, own.format, dtype=own.dtype)
-            if isinstance(own, ScalingTensor) and not any(each.startswith(f"{prefix}scaling.") for each in state_dict):
+            if own.dim() > 1 and not any(each.startswith(f"{prefix}scaling.") for each in state_dict):  # plain, for a float copy too
                 channels = 0 if self.scaling.channels is None else self.scaling.channels.features
                 fresh = LinearScaling(self.scaling.gemm, device=given.device, channels=channels)
                 state_dict |= fresh.state_dict(prefix=f"{prefix}scaling.")

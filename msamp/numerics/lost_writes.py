@@ -36,14 +36,8 @@ def loading() -> Iterator[None]:
 
 
 def warn_if_copy_lost(operation: str, fmt: Format, before: torch.Tensor, given: torch.Tensor, after: torch.Tensor) -> None:
-    """Warn if copying plain values that were computed from the stored ones changed these by less than half of what it should.
-
-    Args:
-        operation: the operation, for the message.
-        fmt: of the stored values.
-        before, after: FP32, the stored values before and after the copy.
-        given: the copied values, of any float dtype and the same shape.
-    """
+    """Warn if copying plain values `given` that were computed from the stored ones changed these by less than half of what it should.
+    `before` and `after` are the stored values in FP32, `given` of any float dtype and the same shape."""
     if LOADING.get() or not before.numel() or _capturing(before):
         return
     change = given.to(before.device, torch.float32) - before
@@ -59,9 +53,7 @@ def warn_if_copy_lost(operation: str, fmt: Format, before: torch.Tensor, given: 
 def warn_if_lost(operation: str, fmt: Format, before: torch.Tensor, wanted: torch.Tensor, after: torch.Tensor) -> None:
     """Warn if the rounding error of a write is more than half of its change. Waits for the device.
 
-    Args:
-        operation, fmt: as in `warn_if_copy_lost`.
-        before, wanted, after: FP32 of one shape: the values stored before, the values written, and the values stored afterwards.
+    before, wanted, after: FP32 of one shape: the values stored before, the values written, and the values stored afterwards.
     """
     if not _capturing(before) and (after - wanted).abs().sum() > HALF * (wanted - before).abs().sum():
         warn_of_rounding(operation, fmt)
@@ -74,6 +66,16 @@ def warn_of_rounding(operation: str, fmt: Format) -> None:
         "stops moving; keep averages in msamp.float_copy(model)",
         stacklevel=2,
     )
+
+
+def warn_if_bits_are_lost(lost: torch.Tensor) -> None:
+    """Warn if `lost`, bool 0-dim, is True: masters have only the bits of weights that were written or loaded. Waits for the device."""
+    if not _capturing(lost) and lost:
+        warnings.warn(
+            "masters have only the bits of the weights that were loaded or written: load plain weights before msamp.initialize, those of a "
+            "run from msamp.plain_state_dict(model, optimizer, torch.float32)",
+            stacklevel=2,
+        )
 
 
 def _capturing(x: torch.Tensor) -> bool:

@@ -16,7 +16,9 @@ from msamp.kernels.reference.store import store_
 from msamp.numerics.foreign_tensors import plain_states
 from msamp.numerics.formats import Format
 from msamp.numerics.granularity import TENSORWISE
+from msamp.numerics.lost_writes import warn_if_bits_are_lost
 from msamp.numerics.range_expand import quantize_expanded
+from msamp.numerics.tensor import fp32_values
 from msamp.optim.states import MAX, as_stored, begun, by_key, local, make_master, own_values, parameter_names, without_rounding
 from msamp.optim.updates import MASTER, State, check_options, formats_of, kept_states, named_formats
 
@@ -49,10 +51,11 @@ def in_own_formats(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, An
     if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in groups]:
         return dict(state_dict)  # `load_state_dict` will reject it
     state, converted = dict(state_dict["state"]), []
-    # Recipes with the same state formats may differ in whether the weight is its own master.
+    # Recipes with the same state formats, and a model before and after bfloat16(), differ in whether a weight is its own master.
     pairs = [pair for group in groups for pair in zip(group["params"], formats_of(group), strict=True)]
-    keeps = any(state.copy for p, own in pairs for state, _ in kept_states(p, own))
-    same_masters = not state or keeps == any(MASTER.key in own for own in state.values())
+    theirs_by_pair = (state.get(index) for saved in saved_groups for index in saved["params"])
+    members = [(own, kept_states(*pair)) for own, pair in zip(theirs_by_pair, pairs, strict=True) if own]
+    same_masters = all((MASTER.key in own) == any(declared.copy for declared, _ in kept) for own, kept in members)
     for saved, group in zip(saved_groups, groups, strict=True):
         own_names = [next(names) for _ in group["params"]]
         theirs = None if saved.get("formats") is None else named_formats(saved["formats"], len(saved["params"]))
@@ -101,6 +104,9 @@ def _in_own_formats(
                 f"the saved state of {name} has {', '.join(saved)}, but this optimizer requires {state.key}; load a state that the same "
                 "kind of optimizer saved, or start from the weights alone"
             )
+    if MASTER.key in saved and MASTER.key not in own and local(p) is p:
+        error = (own_values(saved[MASTER.key]).to(p.device) - fp32_values(p)).abs().mean()
+        warn_if_bits_are_lost(error > 2.0**-10 * fp32_values(p).abs().mean())
     return own
 
 

@@ -14,6 +14,7 @@ import torch
 from msamp.kernels.reference.grad_stats import grad_stats
 from msamp.numerics import mcf
 from msamp.numerics.formats import Format
+from msamp.numerics.lost_writes import warn_if_bits_are_lost
 from msamp.numerics.quantize import cast
 from msamp.numerics.scaling import inverse, scale_from_amax
 from msamp.numerics.tensor import PLAIN, ScalingTensor
@@ -33,10 +34,10 @@ def follow_states_(state: Mapping[str, torch.Tensor], weight: torch.Tensor, whol
 
 
 def follow_weight_(master: torch.Tensor, weight: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy the elements of `weight` that no longer equal the cast `master` to the master. The host does not wait.
+    """Copy the elements of `weight` that no longer equal the cast `master` to the master, with a warning if the weight is FP8.
 
-    A master within one ulp of the midpoint between two codes matches either code, since at first weight and master are separate roundings
-    of the same values.
+    A master within one ulp, its own or of the weight's dtype, of the midpoint between two codes matches either code: at first weight and
+    master are separate roundings of the same values, and plain weights are saved from the masters in that dtype.
 
     Args:
         master: in any format, changed in place.
@@ -59,7 +60,9 @@ def follow_weight_(master: torch.Tensor, weight: torch.Tensor, whole: torch.Tens
         part = slice(start, start + rows) if weight.dim() else ...
         codes = written[part].float()
         before = stored[part].float() if last is None else stored[part].float() * last
-        same = _same(before, codes, factor, fmt, own)
+        same = _same(before, codes, factor, fmt, own, weight.dtype)
+        if fmt.bytes == 1 < own.bytes:
+            warn_if_bits_are_lost(~same.all())
         values = torch.where(same, before, codes if of_weight is None else codes * of_weight)
         stored[part].copy_(cast(values if scale is None else values * scale, own))
     if last is not None and scale is not None:
@@ -71,12 +74,12 @@ def belongs(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     of_weight, last = scale_inv(weight), scale_inv(master)
     factor = torch.ones((), device=weight.device, dtype=torch.float32) if of_weight is None else inverse(of_weight)
     before = payload(master).float() if last is None else payload(master).float() * last
-    return _same(before, payload(weight).float(), factor, weight_format(weight), weight_format(master)).all()
+    return _same(before, payload(weight).float(), factor, weight_format(weight), weight_format(master), weight.dtype).all()
 
 
-def _same(before: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor, fmt: Format, own: Format) -> torch.Tensor:
-    """Return a mask: True where the stored FP8 weight equals a fresh cast of its master's values `before`."""
-    slack = 2.0**-own.mantissa_bits if own.mantissa_bits > fmt.mantissa_bits else 0.0
+def _same(before: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor, fmt: Format, own: Format, dtype: torch.dtype) -> torch.Tensor:
+    """Return a mask: True where the stored weight of outer `dtype` equals a fresh cast of its master's values `before`."""
+    slack = max((ulp for ulp in (torch.finfo(own.dtype).eps, torch.finfo(dtype).eps) if ulp < torch.finfo(fmt.dtype).eps), default=0.0)
     ends = [cast(before * (1.0 + sign * slack) * factor, fmt).float() for sign in (-1.0, 1.0)]
     return (torch.minimum(*ends) <= codes) & (codes <= torch.maximum(*ends))
 

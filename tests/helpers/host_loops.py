@@ -22,10 +22,10 @@ def begin(build: Build, level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return msamp.initialize(model, optimizer, level, clip_grad=float("inf"))
 
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, rows: int = 0) -> list[float]:
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, rows: int = 0, start: int = 0) -> list[float]:
     """The losses of some steps."""
     found = []
-    for step in range(STEPS):
+    for step in range(start, start + STEPS):
         value = loss(model, step, rows)
         value.backward()
         optimizer.step()

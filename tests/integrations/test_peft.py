@@ -110,29 +110,15 @@ def loss_of_rows(model: nn.Module, step: int, rows: int) -> torch.Tensor:
 @pytest.mark.promise("Hosts", "LoRA adapters on FP8 base weights resume bit for bit.")
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(level, tmp_path):
-    def begin() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = lora()
-        return msamp.initialize(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2), level)
-
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-        losses = []
-        for step in steps:
-            loss = loss_of_rows(model, step, 32)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    model, optimizer = begin()
-    train(model, optimizer, range(4))
+    model, optimizer = host_loops.begin(lora, level)
+    host_loops.trained(model, optimizer, loss_of_rows)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved.pt")
-    want = train(model, optimizer, range(4, 8))
-    resumed, other = begin()
+    want = host_loops.trained(model, optimizer, loss_of_rows, start=host_loops.STEPS)
+    resumed, other = host_loops.begin(lora, level)
     saved = torch.load(tmp_path / "saved.pt", weights_only=True)
     resumed.load_state_dict(saved["model"])
     other.load_state_dict(saved["optimizer"])
-    assert train(resumed, other, range(4, 8)) == want
+    assert host_loops.trained(resumed, other, loss_of_rows, start=host_loops.STEPS) == want
     assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), model.parameters(), strict=True) if a.requires_grad)
 
 

@@ -158,6 +158,8 @@ def test_a_float_copy_averages_what_fp8_would_round_away():
     for p, before, found in zip(model.parameters(), start, average.parameters(), strict=True):
         assert torch.allclose(found, torch.lerp(before, msamp.fp32_values(p), 0.001), rtol=1e-5, atol=1e-6)
     assert run(average.module, torch.arange(4).view(2, 2)).isfinite().all()
+    msamp.save_plain(average.module)  # as a model of transformers does
+    average.load_state_dict(average.state_dict())
 
 
 def shared() -> nn.Sequential:

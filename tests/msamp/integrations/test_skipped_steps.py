@@ -1,5 +1,6 @@
 """A step that is skipped leaves no trace: not in the scales of the casts, whoever skips it, nor in what the optimizer keeps."""
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -144,14 +145,16 @@ def test_grad_scaler_s_scale_is_divided_out_before_the_norm_is_clipped():
 # ------------------------------------------------------------------------------------------------------- a loop that skips by itself
 
 
-def at_the_top(pair: Pair, steps: Iterable[int], bad: int, **clearing: Any) -> None:
-    """zero_grad, forward, backward, step."""
+def at_the_top(pair: Pair, steps: Iterable[int], bad: int, *, twice: bool = False, **clearing: Any) -> None:
+    """zero_grad, forward, backward, step, and `twice` zero_grad once more."""
     model, optimizer = pair
     for step in steps:
         optimizer.zero_grad(**clearing)
         loss_of(model, step, step == bad).backward()
         if step != bad:
             optimizer.step()
+        if twice:
+            optimizer.zero_grad(**clearing)
 
 
 def skips_and_clears(pair: Pair, steps: Iterable[int], bad: int, **clearing: Any) -> None:
@@ -167,19 +170,8 @@ def skips_and_clears(pair: Pair, steps: Iterable[int], bad: int, **clearing: Any
         optimizer.step()
 
 
-def clears_twice(pair: Pair, steps: Iterable[int], bad: int, **clearing: Any) -> None:
-    """forward, backward, step, zero_grad, and once more before the forward."""
-    model, optimizer = pair
-    for step in steps:
-        optimizer.zero_grad(**clearing)
-        loss_of(model, step, step == bad).backward()
-        if step != bad:
-            optimizer.step()
-        optimizer.zero_grad(**clearing)
-
-
 @pytest.mark.parametrize("clearing", [{}, {"set_to_none": False}], ids=str)
-@pytest.mark.parametrize("loop", [at_the_top, skips_and_clears, clears_twice])
+@pytest.mark.parametrize("loop", [at_the_top, skips_and_clears, functools.partial(at_the_top, twice=True)])
 def test_a_backward_that_no_step_takes_leaves_no_trace(loop, clearing):
     struck, clean = made("O2"), made("O2")
     loop(struck, range(STEPS), BAD, **clearing)

@@ -82,6 +82,20 @@ def test_states_of_another_recipe_continue(first, second):
     assert train(other, its, 5, 20) == pytest.approx(expected, rel=0.05)
 
 
+MOVES = [("O3", "O2", torch.float32), ("O2", "O3", torch.float32), ("O2", "coat", torch.float32), ("O3", "O3", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("first", "second", "dtype"), MOVES)
+def test_masters_that_were_not_saved_begin_with_the_weights_and_their_bits_are_not_lost_silently(first, second, dtype, recwarn):
+    (model, low), (other, its) = (msamp.initialize(each := mlp(), adamw(each), recipe=level) for level in (first, second))
+    train(model, low, 2)
+    other.to(dtype).load_state_dict(model.state_dict())
+    its.load_state_dict(low.state_dict())
+    its.reload_model_params()
+    assert ["master" in its.state[p] for p in other[0].parameters()] == [second != "O2", dtype == torch.bfloat16]
+    assert any("only the bits of the weights that were loaded or written" in str(w.message) for w in recwarn) == (first != second)
+
+
 @pytest.mark.promise("Optimizer states", "COAT's packed moments are never read as values by torch's AdamW.")
 def test_coat_s_payloads_are_no_values_for_torch():
     model = mlp()
