@@ -278,8 +278,8 @@ def restore(curves: Path, out: Path) -> set[str]:
     """Write the metrics of the runs in a curves.csv to --out, unless they are there, and return their names; a missing file has none."""
     lines: dict[str, list[str]] = {}
     for row in read(str(curves.resolve())) if curves.is_file() else ():
-        numbers = {name: float(value) for name, value in row.items() if name not in ("run", "kind") and value}
-        lines.setdefault(row["run"], []).append(json.dumps({"kind": row["kind"], **numbers, "iteration": int(row["iteration"])}) + "\n")
+        numbers = {name: json.loads(value) for name, value in row.items() if name not in ("run", "kind") and value}
+        lines.setdefault(row["run"], []).append(json.dumps({"kind": row["kind"], **numbers}) + "\n")
     for name, some in lines.items():
         file = out / name / "metrics.jsonl"
         if not file.is_file():
