@@ -82,13 +82,15 @@ class Experts(nn.Module):
         self.fc2_weight = nn.Parameter(torch.empty(num_experts, hidden_size, ffn_hidden_size, device=device, dtype=dtype))
         self.reset_parameters()
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialize each expert's matrices as torch.nn.Linear does."""
+        """Initialize each expert's matrices as torch.nn.Linear does in FP32."""
         for name in self.weight_names:
             weight = getattr(self, name)
             bound = 1 / math.sqrt(weight.shape[-1])
             for p in weight.parameters() if isinstance(weight, ExpertMatrices) else [weight]:
-                nn.init.uniform_(p, -bound, bound)
+                drawn = torch.empty(p.shape, device=p.device, dtype=torch.promote_types(p.dtype, torch.float32))
+                p.copy_(drawn.uniform_(-bound, bound))  # torch's draws in BF16 are the lower bound where they round to the upper one
 
     def forward(self, x: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         fc1, fc2 = (getattr(self, name) for name in self.weight_names)
@@ -131,10 +133,8 @@ class HostExperts(Experts):
     weight_names = ("gate_up_proj", "down_proj")
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        count = getattr(self, self.weight_names[0]).shape[0]
-        here = torch.where(top_k_index < count, top_k_index, -1)
-        y = super().forward(hidden_states, top_k_weights.float(), here)
-        return y.to(hidden_states.dtype)
+        here = torch.where(top_k_index < getattr(self, self.weight_names[0]).shape[0], top_k_index, -1)
+        return super().forward(hidden_states, top_k_weights.float(), here).to(hidden_states.dtype)
 
 
 def _fp8_experts(layer: Experts, x: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:

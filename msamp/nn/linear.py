@@ -180,12 +180,12 @@ class FP8Linear(Loading, nn.Linear):
         if recipe.gemm is None:
             raise ValueError(f"recipe {recipe.name} has no FP8 GEMM; use O1, O2 or O3, or torch.nn.Linear")
         self.in_features, self.out_features = in_features, out_features
-        values = torch.empty(out_features, in_features, device=device, dtype=dtype)
-        nn.init.kaiming_uniform_(values, a=math.sqrt(5))
-        self.weight = scaling_parameter(values, recipe)
+        dtype = dtype or torch.get_default_dtype()
+        drawn = torch.empty(out_features, in_features, device=device, dtype=torch.promote_types(dtype, torch.float32))  # why: see Experts
+        self.weight = scaling_parameter(nn.init.kaiming_uniform_(drawn, a=math.sqrt(5)).to(dtype), recipe)
         bound = 1 / math.sqrt(in_features) if in_features else 0.0
-        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype).uniform_(-bound, bound)) if bias else None
-        self.scaling = LinearScaling(recipe.gemm, device=values.device)
+        self.bias = nn.Parameter(drawn.new_empty(out_features).uniform_(-bound, bound).to(dtype)) if bias else None
+        self.scaling = LinearScaling(recipe.gemm, device=drawn.device)
         self.watch_weights()
 
     @classmethod
