@@ -4,8 +4,9 @@
 # Seen with torch 2.13.0 on a CPU, Linux x86-64. autocast casts a weight once per block and gives all its uses that one BF16 copy, so that autograd
 # adds their gradients in BF16 and casts the sum to FP32 last; the sum stops where it is 256 times what it adds, and what backward reaches last is
 # lost. That is a cell unrolled by hand, a layer in a loop, a head that reads one frame at a time: an LSTMCell over 2,048 steps gets a fifth of its
-# bias' gradient. Nothing is reported, .grad is FP32, and the loss is right. torch's page says of the cache that it avoids casts. FP16 sums to 2,048
-# times what it adds. Right: cache_enabled=False, or a torch.autocast around each use, which costs a cast each; torch.nn.LSTM takes its weights once.
+# bias' gradient. Nothing is reported, .grad is FP32, and the loss is right. torch's page has one line on cache_enabled, which does not mention sums, and
+# no issue was found. FP16 sums to 2,048 times what it adds. Right: cache_enabled=False, or a torch.autocast around each use, which costs a cast each;
+# torch.nn.LSTM takes its weights once.
 #
 # Exit code 0: as described; 1: the behaviour has changed. It needs a minute, and gigabytes where pip has no build of torch for CPUs.
 set -euo pipefail

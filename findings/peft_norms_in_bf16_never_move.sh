@@ -49,7 +49,8 @@ def train(name: str, config: PeftConfig, dtype: torch.dtype, rate: float) -> Non
     for kind, keys in kinds.items():
         changed = torch.cat([(trained[key] != first[key]).flatten() for key in keys]).float().mean()
         dtypes = {str(trained[key].dtype)[6:] for key in keys}
-        print(f"{str(dtype)[6:]} model, {name}: {kind} in {', '.join(dtypes)}, {10 * round(10 * float(changed))} % changed in 50 steps of {rate:.0e}", flush=True)
+        share = 10 * round(10 * float(changed))
+        print(f"{str(dtype)[6:]} model, {name}: {kind} in {', '.join(dtypes)}, {share} % changed in 50 steps of {rate:.0e}", flush=True)
 
 
 for dtype in (torch.bfloat16, torch.float32):
