@@ -40,7 +40,6 @@ import torch
 BLOCK = 32  # products that are aligned together
 BITS = 13  # below the largest exponent
 PROMOTED = 128  # products after which full accumulation adds to the FP32 total
-ACCUMULATIONS = ("fast", "full", "exact")
 
 _NOTHING = -64  # the exponent of zero: with any other exponent it is below that of every product
 _TILE = 1 << 22  # products computed at once

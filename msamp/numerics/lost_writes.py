@@ -51,10 +51,7 @@ def warn_if_copy_lost(operation: str, fmt: Format, before: torch.Tensor, given: 
 
 
 def warn_if_lost(operation: str, fmt: Format, before: torch.Tensor, wanted: torch.Tensor, after: torch.Tensor) -> None:
-    """Warn if the rounding error of a write is more than half of its change. Waits for the device.
-
-    before, wanted, after: FP32 of one shape: the values stored before, the values written, and the values stored afterwards.
-    """
+    """Warn if a write of `wanted` over `before` (FP32) that stored `after` rounds by more than half of its change. Waits for the device."""
     if not _capturing(before) and (after - wanted).abs().sum() > HALF * (wanted - before).abs().sum():
         warn_of_rounding(operation, fmt)
 

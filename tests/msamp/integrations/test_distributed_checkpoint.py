@@ -61,7 +61,7 @@ def train(pair: Any, steps: range) -> list[float]:
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    return losses
+    return losses + [float(x.sum()) for x in model.buffers()]  # histories too: a lost one need not change the first losses
 
 
 def states(pair: Any, **options: bool) -> dict[str, Any]:
