@@ -21,7 +21,6 @@ import torch
 from msamp.numerics.formats import Format
 
 NEAR = 1 / 16  # limit of the mean change over abs(x) 2^-mantissa, which is about 0.18 for values not computed from the stored ones
-HALF = 0.5
 LOADING: contextvars.ContextVar[bool] = contextvars.ContextVar("loading", default=False)
 
 
@@ -52,7 +51,7 @@ def warn_if_copy_lost(operation: str, fmt: Format, before: torch.Tensor, given: 
 
 def warn_if_lost(operation: str, fmt: Format, before: torch.Tensor, wanted: torch.Tensor, after: torch.Tensor) -> None:
     """Warn if a write of `wanted` over `before` (FP32) that stored `after` rounds by more than half of its change. Waits for the device."""
-    if not _capturing(before) and (after - wanted).abs().sum() > HALF * (wanted - before).abs().sum():
+    if not _capturing(before) and (after - wanted).abs().sum() > 0.5 * (wanted - before).abs().sum():
         warn_of_rounding(operation, fmt)
 
 

@@ -124,7 +124,8 @@ def _changed(x: "ScalingTensor") -> "ScalingTensor":
 
 @_on(aten.detach.default, aten.alias.default)
 def _same_payload(func: Any, x: "ScalingTensor") -> Any:
-    return _like(x, x.payload)
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() and not x.is_inference() else contextlib.nullcontext():
+        return _like(x, x.payload)  # torch gives it the version counter of x, which a tensor of inference mode cannot have
 
 
 @_on(
