@@ -96,13 +96,18 @@ def verdict(one: Entry, rows: Sequence[Row]) -> str:
 
 
 def loss_sentences(one: Entry, rows: Sequence[Row]) -> list[str]:
-    """Return a sentence on each pair of losses (`PairedDifference.sentence`), which says how many pairs are of runs of two commits."""
-    sentences = []
+    """Return a sentence on each pair of losses (`PairedDifference.sentence`), which says how many pairs are of runs of two commits; a last
+    one says for how many there is no curve."""
+    sentences, lacking = [], 0
     for base, other, paired in loss_differences(one, rows):
         trees = [{row["seed"]: row["commit"] for row in rows if row["quantity"] == name} for name in (base, other)]
         mixed = sum(trees[0][str(seed)] != trees[1][str(seed)] for seed in paired.seeds)
         remark = f"; {mixed} of {len(paired.seeds)} pairs compare runs of two commits" if mixed else ""
-        sentences.append(paired.sentence(run_of(base), run_of(other), curve=curve(run_of(base), rows)) + remark)
+        course = curve(run_of(base), rows)
+        lacking += not course
+        sentences.append(paired.sentence(run_of(base), run_of(other), curve=course) + remark)
+    if lacking:
+        sentences.append(f"For {lacking} of {len(sentences)} no held-out losses by step are on file, so the cost in tokens is not known")
     return sentences
 
 
@@ -119,11 +124,6 @@ def curve(run: str, rows: Sequence[Row]) -> list[tuple[float, float]]:
 def run_of(quantity: str) -> str:
     """Return the name of a run: the quantity of its loss without the words "validation loss"."""
     return quantity.removesuffix("validation loss").rstrip(" :,")
-
-
-def shown(value: float | str | None) -> str:
-    """Format a value as in the file: numbers with six digits."""
-    return "" if value is None else value if isinstance(value, str) else f"{value:.6g}"
 
 
 def run(
@@ -258,8 +258,10 @@ def _rows_of(entry: Entry, command: str, task: Task) -> list[Row]:
 def row_of(finding: Finding, common: Mapping[str, Any]) -> Row:
     """Return a finding as a line of the file."""
     values = {"quantity": finding.quantity, "unit": finding.unit, "seed": "" if finding.seed is None else str(finding.seed)}
-    values |= {"x": shown(finding.x), "ours": shown(finding.ours), "paper": shown(finding.paper)}
     elsewhere = any(name in finding.where for name in PLACE)
+    digits = 9 if elsewhere else 6  # tables of results from elsewhere must print the same distances and costs
+    for key, value in (("x", finding.x), ("ours", finding.ours), ("paper", finding.paper)):
+        values[key] = "" if value is None else value if isinstance(value, str) else f"{value:.{digits}g}"
     # all of it from that result, or all from this machine
     measured = {name: finding.where.get(name, "") for name in PLACE} if elsewhere else {}
     return {name: {**common, **values, **measured}[name] for name in COLUMNS}

@@ -123,7 +123,7 @@ def test_computed_results_are_replaced_where_a_value_or_its_source_has_changed(t
         if task.piece == "read":
             yield Finding("speed", source["value"], where={"commit": source["commit"], "date": "2026-11-20"})
         else:
-            yield Finding("size", 3.0, unit="GiB")
+            yield Finding("size", 3.0000001, unit="GiB")
 
     sizes = {"toy": Needs(), "kept": Needs(computed=True)}
     one = Entry(name="a-b", title="A", claim="C.", run=run, sizes=sizes, pieces=dict.fromkeys(sizes, ("read", "shapes")))
@@ -132,7 +132,7 @@ def test_computed_results_are_replaced_where_a_value_or_its_source_has_changed(t
     for size in sizes:
         rows(one, size, tmp_path)
     assert keep.recompute(one, tmp_path, "1111111") == []
-    for change in ({"value": 2.0}, {"commit": "new1234"}):
+    for change in ({"value": 2.0000001}, {"commit": "new1234"}):
         source |= change
         assert list(keep.outdated(one, "kept", keep.read(file), tmp_path)) == ["read"]
         assert keep.recompute(one, tmp_path, "1111111") == ["kept, read"]
@@ -140,7 +140,7 @@ def test_computed_results_are_replaced_where_a_value_or_its_source_has_changed(t
     assert on_file == {
         ("toy", "speed"): ("1", "old1234"),
         ("toy", "size"): ("3", "abc1234"),
-        ("kept", "speed"): ("2", "new1234"),
+        ("kept", "speed"): ("2.0000001", "new1234"),
         ("kept", "size"): ("3", "abc1234"),
     }
     fewer = dataclasses.replace(one, pieces=dict.fromkeys(sizes, ("read",)))
