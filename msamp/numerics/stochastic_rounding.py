@@ -150,28 +150,32 @@ def cast_stochastically(
     return out.view(x.shape)
 
 
-def off_ties(values: torch.Tensor, to: "Cast", master: Format) -> torch.Tensor:
+def off_ties(values: torch.Tensor, to: "Cast", master: Format, *, beside: bool = False) -> torch.Tensor:
     """Return a weight from a BF16 checkpoint in FP32, with values midway between two FP8 codes moved toward the code they are cast to.
 
     That is one in 16, and half of these codes would change in the first step along the gradient, however small. Each moves by whole steps
-    of `master`, uniform in [0, half a step of BF16), so an update changes codes in proportion to its size. Codes and values in BF16 keep
-    their bits. Weights are returned as they are if a value is off BF16's grid, or the cast's scales are no powers of two: few are midway.
+    of `master`, uniform in [0, half a step of BF16), by value and index, since wrappers change names. So an update changes codes in
+    proportion to its size. Codes and values in BF16 keep their bits. Off BF16's grid few are midway: no value of a master `beside` the
+    codes is rounded to midway (one in 128 in FP16, half of which would change codes). Others, and for an `Exact` cast all, are returned.
 
     Args:
         values: finite, any shape and float dtype.
         to, master: the cast to the codes, and the format in which the result will be stored.
-
-    The draw depends on a value and its index alone: a weight's name would change with wrappers such as torch.compile's.
     """
     moved = values.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     parts, fmt = moved.view(torch.int32).view(-1).split(_PART), to.format
-    if isinstance(to.scaling, Exact) or any(bool((part & 0xFFFF).any()) for part in parts):
+    on_grid = not any(bool((part & 0xFFFF).any()) for part in parts)
+    if isinstance(to.scaling, Exact) or not (on_grid or beside):
         return values
     scale = scale_from_amax(TENSORWISE.amax(moved), fmt.max)
     half, unit = 1 << (22 - fmt.mantissa_bits), 1 << (23 - master.mantissa_bits)
     for number, part in enumerate(parts):
         x = part.view(torch.float32).abs() * scale
         bits = (x + (x < fmt.tiny).float() * fmt.tiny).view(torch.int32)  # from `tiny` on, FP32 has the spacing of subnormal codes
+        if not on_grid:  # nor to codes: an amax just above half the largest one keeps its scale
+            off = (bits + half // 2) % half - half // 2
+            part += off.sign() * (off.abs() <= unit // 2) * (unit // 2)
+            continue
         (at,) = torch.where((bits & (2 * half - 1)) == half)
         steps = ((hashes(0, (part[at].long() << 32) + at + number * _PART) >> 17) & 0x7FFF) // unit * unit
         part[at] += torch.where((bits[at] & (2 * half)) > 0, steps, -steps)  # away from zero if the lower code is odd

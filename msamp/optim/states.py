@@ -150,7 +150,7 @@ def make_master(p: torch.Tensor, master: Format, values: torch.Tensor | None = N
     """
     p = local(p)
     if values is not None and isinstance(p, ScalingTensor) and p.label and p.requires_grad:  # one that is just initialized has no name
-        values = off_ties(values, Cast(p.format), master)
+        values = off_ties(values, Cast(p.format), master, beside=True)
     values = fp32_values(p if values is None else values).to(p.device)
     if master.scaled:
         return ScalingTensor.quantize(values, master)

@@ -244,9 +244,9 @@ def weight_bound(amax: torch.Tensor, reach: torch.Tensor) -> torch.Tensor:
 
     Args:
         amax: FP32 [n], of the stored masters. Decay only makes it smaller, and what exceeds its double saturates in the master.
-        reach: FP64 0-dim, lr times `Hyper.largest_step`; NaN and infinite ones tell nothing.
+        reach: FP64 0-dim, lr times `Hyper.largest_step`; infinite ones tell nothing, NaN is 0 times infinity.
     """
-    bound = amax + reach.float()
+    bound = amax + reach.nan_to_num().float()
     return torch.where(bound < 2.0 * amax, bound, 2.0 * amax)
 
 

@@ -146,7 +146,7 @@ def _scalars_kernel(
     p_old, p_scale, p_new = _new_scale(tl.load(row + ROW.value.master_scale_inv), 2.0 * p_amax, P)
     w_factor = 1.0
     if W != 0:
-        w_bound = p_amax + (lr * largest_step).to(tl.float32)
+        w_bound = p_amax + tl.where(lr > 0, lr * largest_step, 0.0).to(tl.float32)
         w_bound = tl.where(w_bound < 2.0 * p_amax, w_bound, 2.0 * p_amax)  # `weight_bound`
         _, w_scale, _ = _new_scale(tl.load(row + ROW.value.weight_scale_inv), w_bound, W)
         w_factor = p_new * w_scale

@@ -189,12 +189,8 @@ class Update(ABC):
         return [float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"]]
 
     def weight_bounds(self, hyper: torch.Tensor, amaxes: torch.Tensor) -> torch.Tensor:
-        """Return upper bounds of the weights beside masters after a step, FP32 [n], from which their scales follow.
-
-        Args:
-            hyper: FP64 on the device, `numbers` of the group.
-            amaxes: FP32 [master_row + 1 or more, n], as in `StepInputs`.
-        """
+        """Return upper bounds of the weights beside masters after a step, FP32 [n], from which their scales follow: `hyper` is FP64 on the
+        device, `numbers` of the group, `amaxes` FP32 [master_row + 1 or more, n], as in `StepInputs`."""
         return 2.0 * amaxes[self.master_row]
 
     def stored_amaxes(self, batch: UpdateBatch) -> torch.Tensor:
