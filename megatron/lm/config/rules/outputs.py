@@ -78,6 +78,8 @@ def _writable_file(name: str, file: Path) -> Problems:
         yield f"{flag(name)} {file} is not a regular file: give one"
     elif os.path.exists(file) and not os.access(file, os.W_OK):
         yield f"{flag(name)} {file} cannot be written: change its permissions, or choose another path"
+    elif name in ("metrics_file", "record_precision") and os.path.isfile(file) and file.open("rb").read(1) not in (b"", b"{"):
+        yield f"{flag(name)} {file} holds something other than lines of JSON, to which lines would be appended: choose another path"
     else:
         yield from _writable(f"{flag(name)} {file}", file.parent)
 

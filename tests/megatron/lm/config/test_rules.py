@@ -156,6 +156,12 @@ def test_folders_without_permission_are_refused(monkeypatch):
     assert "--metrics-file corpus.bin" in str(caught.value)
 
 
+def test_lines_are_not_appended_to_other_files():
+    Path("corpus.bin").write_bytes(b"\x01\x00")
+    with pytest.raises(ValueError, match=r"--metrics-file corpus\.bin holds something other than lines of JSON"):
+        check(config("--metrics-file corpus.bin"), 1)
+
+
 def test_no_two_outputs_are_one_file():
     with pytest.raises(ValueError, match=r"--record-precision and --fp8-gain-cache name one file, \./a: give"):
         check(config("--metrics-file b --record-precision a --fp8-gain-cache ./a --opt-level O2"), 1)
