@@ -92,7 +92,7 @@ class TensorReader:
         if keeps and not with_values:
             return weight.to(fmt, p.dtype), None
         values = self.best(where, p.shape, FP32).values()
-        values = values if fp8 is None else off_ties(values, fp8, master, beside=True)
+        values = values if fp8 is None else off_ties(values, fp8, master)
         if keeps:
             return weight.to(fmt, p.dtype), values
         self.requantised.add(weight.key)
