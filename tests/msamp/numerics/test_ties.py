@@ -44,5 +44,8 @@ def test_a_checkpoint_in_bf16_keeps_codes_and_bf16_and_its_first_step_has_the_si
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_weights_off_the_grid_of_bf16_and_frozen_ones_keep_all_their_bits(level: str):
     for layer in (nn.Linear(64, 64), nn.Linear(64, 64).requires_grad_(False).bfloat16().float()):
-        values = ScalingTensor.quantize(layer.weight.detach().clone(), FP16).dequantize()
-        assert begun(layer, level)[1]().equal(values)
+        values, trained = ScalingTensor.quantize(layer.weight.detach().clone(), FP16).dequantize(), layer.weight.requires_grad
+        off = (begun(layer, level)[1]() - values).abs()
+        # Beside FP8 weights no master is rounded to midway between two codes, as one value in 128 would be: it takes the next value.
+        assert (off <= (values.abs() * 2.0**-10 if level == "O3" and trained else 0.0)).all()
+        assert (off > 0).float().mean() < 0.02
