@@ -146,8 +146,8 @@ class ScalingTensor(torch.Tensor):
         """Overwrite the values in place with `value` (FP32, same shape), quantized with `scale` or just in time. What is not finite becomes
         NaN, and the other values stay what they are."""
         value = value.where(value.isfinite(), torch.nan)
-        just_in_time = scale_from_amax(TENSORWISE.amax(value.nan_to_num()), self.format.max)
-        new = type(self).quantize(value, self.format, just_in_time if scale is None else scale)
+        scale = scale_from_amax(TENSORWISE.amax(value.nan_to_num()), self.format.max) if scale is None else scale
+        new = type(self).quantize(value, self.format, scale)
         self.payload.copy_(new.payload)
         self.scale_inv.copy_(new.scale_inv)
 
